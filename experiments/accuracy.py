@@ -2,7 +2,7 @@
 
 The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5 or a
 probability that is almost 1. If an implementation loses digits at a location and autodiff does not, the implementation
-has a fault. Most often, it saved a rounded number for its backward.
+is faulty. The most frequent reason is that its forward keeps a rounded number for the backward.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The quantile, over the rows of all draws, that is reported as the error of a location."""
+"""The error at a location is this quantile of the errors of all rows in all draws."""
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""Errors up to this number of roundings, of ε/2 each, are always allowed. The number is smaller for half precisions,
-which are computed in float32 and rounded once at the end."""
+"""An error of at most this number of roundings is always allowed. A rounding is ε/2. The number is smaller for half
+precisions, which are computed in float32 and rounded once at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: the named argument, or all movable arguments, are `offset + scale * drawn`, where `drawn`
-    is random."""
+    """A location of the data. The values of one argument, or of all arguments that can be moved, are
+    `offset + scale * drawn`, where `drawn` is random."""
 
     offset: float
     scale: float
@@ -107,8 +107,10 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, with axes for
-    locations and draws.
+    """Return a compiled function that computes the results of all ops.
+
+    It maps a dict `name -> (values, cotangents)` to a dict `name -> result -> array`. All arrays have two leading axes,
+    for the locations and the draws.
 
     The compiler must keep every rounding. By default it may drop roundings between operations that it fuses.
     """
@@ -120,7 +122,8 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """Return (result, place, errors) for each result and location, where `errors` comes from `_errors`."""
+    """Return a tuple (result, place, errors) for each result of an op at each location: the name of the result, the
+    location, and the value of `_errors`."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -152,7 +155,7 @@ def _draw(cases, draws):
 
 
 class _Drawn:
-    """The floating arguments of an op, drawn several times."""
+    """The floating arguments of an op, in several random draws."""
 
     def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
         self.entry, self.case, self.values = entry, case, values
@@ -199,12 +202,12 @@ class _Drawn:
 
 
 def _differ(values):
-    """Return whether all numbers within each draw are different."""
+    """Return whether, in every draw, all numbers are different."""
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
 class _Errors(NamedTuple):
-    """The errors in `Accuracy`."""
+    """The fields `error`, `native`, and `excess` of `Accuracy`."""
 
     error: float
     native: float
@@ -212,8 +215,8 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return (error, autodiff's error, excess) over the elements that the dtype can hold, or None if it can hold no
-    element.
+    """Return the `_Errors` of an implementation's result, counting only elements that the dtype can hold. Return None
+    if it can hold no element.
 
     `exact` and `by_formula` compute the result in float64 in two ways. Their difference, the uncertainty of the exact
     result, is added to the allowed error. If autodiff is correct to a few roundings in nearly every row, the

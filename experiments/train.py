@@ -93,7 +93,7 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _lead(args: Sequence[str], command: "Command") -> int:
-    """Run the training in the only process, or in process 0 of several."""
+    """Run the training in this process, which is the only process, or process 0 of several processes."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.as_json(configs.to_dict(config)), end="", flush=True)

@@ -43,11 +43,11 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that appears as a call in the program. Each derivative is a separate call."""
+    """Return f as a function that stays a call in the compiled program. Each of its derivatives is a separate call."""
 
     @jax.jit
     def inner(x):
-        # The attribute is for the call of f only. XLA may inline the calls inside f.
+        # The attribute forbids only that the call of f is inlined. XLA may inline the calls inside f.
         with set_xla_metadata(inlineable="true"):
             return f(x)
 

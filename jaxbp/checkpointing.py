@@ -45,7 +45,7 @@ def check_memory(op: str, memory: Any) -> None:
 
 
 def check_steps(op: str, name: str, steps: Any) -> int:
-    """Return a static number of steps."""
+    """Return `steps` as an int, after checking that it is a static number of at least 0."""
     if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0, because it is static")
     return int(steps)
@@ -66,7 +66,7 @@ def advance(
     """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that a policy keeps.
 
     Args:
-      memory: any policy except "all", which keeps no states.
+      memory: any policy except "all", for which the caller keeps intermediate results instead of states.
       unroll: the number of steps in the body of a compiled loop.
       keep: returns the part of a state that `reverse_scan` needs.
     """
@@ -136,7 +136,7 @@ def reverse_scan(
 
 
 def _segment_length(steps: int, memory: Memory) -> int:
-    """Return the number of steps in a segment. Only the states before a segment can be kept."""
+    """Return the number of steps per segment. Only a state at the beginning of a segment can be kept."""
     if memory == "logarithmic":
         return max(1, steps.bit_length())
     return 1 if memory == "states" else memory
@@ -155,7 +155,8 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Run the backward of `length` steps. `state` is the state before the first step; later states are recomputed."""
+    """Return the carry after the backward of `length` steps. `state` is the state before the first of these steps,
+    `start`. The later states are recomputed."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -179,15 +180,18 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """Order in which states are kept, fetched, and recomputed to visit n segments from the last to the first.
+    """The order in which a backward fetches, recomputes, and keeps states, to visit n segments from the last to the
+    first.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. One additional slot receives states that are not kept.
-      first_slots: for each segment, the slot in which the forward puts the state before it, `(n,)`.
+      slots: the number of slots, each of which keeps one state. States that are not kept are written to one additional
+        slot, which nothing reads.
+      first_slots: for each segment, the slot to which the forward writes the state before this segment, `(n,)`.
       visits: four arrays `(n,)` with one entry per visit, last segment first: the segment; the slot whose state is
         fetched; the segment that starts with the fetched state; and the index in `slots_on_the_way` at which the
         entries of this visit begin.
-      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
+      slots_on_the_way: for each segment that a visit recomputes, the slot to which it writes the state before this
+        segment.
     """
 
     slots: int
@@ -203,22 +207,25 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward has already kept the states that the first visit would keep. This visit starts from the last one.
+    # The forward has already kept the states that the first visit would keep. The first visit therefore starts from the
+    # last of these states.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # A visit does not store the state before its segment. A previous visit has stored it, or it is not needed.
+        # A visit does not store the state before its own segment: either a previous visit has stored it, or no later
+        # visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return the visits of n segments, last segment first.
+    """Return the visits of n segments for which at most `slots` states are kept at a time, last segment first.
 
     A visit is `(segment, slot, start, stores)`. It fetches the state before the segment `start` from the slot, and
-    recomputes the segments from `start` to `segment`. `stores` maps some of these to the slots that keep their states.
+    recomputes the segments from `start` to `segment`. `stores` maps some of these segments to the slots in which the
+    visit keeps the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -283,7 +290,8 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Compose the layers by recursive halving, with a checkpoint around each first half.
+    """Return the function that applies the layers in order. The list of layers is halved recursively, and each first
+    half is wrapped in `jax.checkpoint`.
 
     While the backward of a layer runs, only its input and the inputs of the halves that contain it are kept.
     """
@@ -346,7 +354,8 @@ def checkpointed_scan(
 
 
 def _checkpointed(f, steps, memory):
-    """Return the scan as a function of (closed-over constants, carry, xs), with a gradient that follows the policy."""
+    """Return the scan as a function of (closed-over constants, carry, xs). Its gradient keeps and recomputes states as
+    the policy `memory` says."""
 
     def scan(constants, init, xs):
         return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps)
@@ -391,7 +400,8 @@ def _checkpointed(f, steps, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`, with None for every array that has no gradient.
+    """Return the function from cotangents to gradients that `jax.vjp` returns, but with None for every array that has
+    no gradient.
 
     `lax.scan` can carry None, but not JAX's dtype float0.
     """
@@ -405,7 +415,7 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None in place of every array that is not floating, and so has no gradient."""
+    """Return the tree with None in place of every array that is not floating. Such an array has no gradient."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

@@ -12,10 +12,11 @@ from jax.interpreters import ad, batching, mlir
 def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
     """Return the results and the residuals. Under `vmap`, the mapped axis of each result becomes the first one.
 
-    If a `custom_vjp` is mapped within `jit`, JAX uses the position of the function's mapped axis for the results of the
-    forward rule. If the positions differ, JAX permutes the axes of the results without an error. The function and its
-    forward rule therefore both pass their results through `mapped_axis_first`. A residual that is also a result stays
-    the same array, so that JAX keeps it only once.
+    If a function with `custom_vjp` is mapped within `jit`, its results have the mapped axis at some position. JAX
+    assumes that the results of its forward rule have this axis at the same position. If the positions differ, JAX
+    permutes the axes of the results without an error. The function and its forward rule therefore both pass their
+    results through `mapped_axis_first`. A residual that is also a result stays the same array, so that JAX keeps it
+    only once.
     """
     moved = {id(a): _mapped_axis_first_p.bind(a) for a in jax.tree.leaves(results)}
     return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))

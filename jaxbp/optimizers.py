@@ -149,9 +149,9 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """Optax's chain of transformations, and a kernel that computes the same.
+    """AdamW as Optax's chain of transformations, and as a kernel that computes the same.
 
-    If `learning_rate` is None, the methods take the learning rate as an array `rate`.
+    If `learning_rate` is None, the learning rate is an array, which the methods take as the argument `rate`.
     """
 
     learning_rate: "optax.ScalarOrSchedule | None"
@@ -185,7 +185,7 @@ class _AdamW:
         return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
 
     def numbers(self, state, finite, rate):
-        """Return, by name, the scalars of a step that are known only when it runs."""
+        """Return a dict with the scalars of a step whose values are known only when the step runs."""
         nodes = _nodes(state)
         count = _following(nodes[0].count)
         step = {"first": 1 - self.b1**count, "second": 1 - self.b2**count}
@@ -206,7 +206,8 @@ class _AdamW:
         m = (1 - self.b1) * g + self.b1 * m
         v = (1 - self.b2) * (g * g) + self.b2 * v
         v_hat = v / step["second"]
-        # The root is computed from a reciprocal root, because older versions of Mosaic GPU have no square root.
+        # The square root is computed from a reciprocal square root, because older versions of Mosaic GPU have no square
+        # root.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / step["first"]) / (root + self.eps)
         u = u + self.weight_decay * p if self.weight_decay else u
@@ -232,8 +233,8 @@ def _default(grads, state, params, finite, rate):
 
 
 def _lists(grads, state, params):
-    """Group the parameters by the dtypes of their arrays. For each group, yield the positions of its parameters, and
-    the lists of arrays that `updates` takes."""
+    """Group the parameters by the dtypes of their arrays (parameter, moments, and gradient). For each group, yield the
+    positions of its parameters, and the lists of arrays that `updates` takes."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     groups: dict[tuple, list[int]] = {}
@@ -247,7 +248,8 @@ def _lists(grads, state, params):
 def _alone(kernel: Callable, plain: Callable) -> Callable:
     """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`.
 
-    Under `vmap`, an array of the batch may begin at any element, but the kernel needs aligned arrays.
+    The kernel needs arrays that begin at aligned addresses. Under `vmap`, an array is one element of a batch, and may
+    begin at any address.
     """
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
@@ -263,12 +265,14 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of a transformation that counts steps, which is Adam or a schedule."""
+    """Return whether a tree is the state of a transformation that counts steps. In this chain, Adam and a schedule
+    count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Return the states that count steps, in the order of the chain: Adam first, a schedule last."""
+    """Return the states of the transformations that count steps, in the order of Optax's chain: Adam first, and a
+    schedule last, if there is one."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
 
 

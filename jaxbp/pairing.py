@@ -32,7 +32,8 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 Implementation = Literal["pallas", "xla", "autodiff"] | None
 
 REMEMBERED = 128
-"""The number of recently used combinations of options for which an op keeps the function with these options bound."""
+"""The number of combinations of options that an op remembers. For each remembered combination, it keeps the function
+with these options bound."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DefaultImplementation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Options:
-    """Options as a key of a cache. The key distinguishes types: True is not 1, and 2 is not 2.0."""
+    """Options as a key of a cache. Values of different types are different keys: True is not 1, and 2 is not 2.0."""
 
     values: Mapping[str, Any]
 
@@ -78,16 +79,18 @@ def _typed(value: Any) -> Any:
 
 
 def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
-    """Return a function from options to `build(**options)`, with a cache.
+    """Return a function that maps options to `build(**options)`. A cache keeps the results of recent calls.
 
-    JAX caches the traces of a function by its identity. Equal options must therefore give the same function.
+    JAX finds the cached trace of a function by the function's identity. For equal options, the result must therefore be
+    the same object.
     """
     cached = functools.lru_cache(REMEMBERED)(lambda options: build(**options.values))
     return lambda options: cached(_Options(options))
 
 
 def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None = None) -> Callable:
-    """Use `kernel` for values and `formula` for derivatives, because JAX cannot differentiate a kernel.
+    """Return a function that computes its values by `kernel` and its derivatives by `formula`, because JAX cannot
+    differentiate a kernel.
 
     Both take `(*arrays, **options)` and compute the same function. Every kernel of jaxbp is wrapped in `differentiable`
     once. Gradients of gradients and Hessian-vector products, also in forward over reverse mode, therefore work with
@@ -170,7 +173,8 @@ class Op:
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # After an error, `_run` repeats the call and raises it without JAX's messages about tracing and hashing.
+            # After an error, `_run` repeats the call. It raises the same error, but without JAX's messages about
+            # tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled({**options, "implementation": implementation})(*arrays)
         return self._run(arrays, implementation, options)
@@ -195,9 +199,10 @@ class Op:
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function whose results have the sharding that the op's results get.
+        """Return the function from which JAX infers the sharding of the op's results.
 
-        Return None for "autodiff" without `sharded_like`, because JAX infers the sharding of its results.
+        This is `sharded_like` if it is given, else the implementation "autodiff". For a call of "autodiff" without
+        `sharded_like`, return None, because JAX infers the sharding of its results anyway.
         """
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
@@ -215,11 +220,12 @@ class Op:
             gpu = older_gpu
         if gpu == elsewhere:
             return self._bind(gpu, options)(*arrays)
-        # A function lowered for the CPU on a machine with a GPU must be correct, too.
+        # On a machine with a GPU, a function may still be lowered for the CPU, and must be correct there, too.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
     def _compiler(self) -> Callable[[Mapping[str, Any]], Callable]:
-        """Return a function from options, including `implementation`, to the compiled op, with a cache."""
+        """Return a function that maps options, including `implementation`, to the compiled op. A cache keeps the
+        results."""
 
         def compiled(implementation, **options):
             return jax.jit(lambda *arrays: self._run(arrays, implementation, options))
@@ -227,7 +233,7 @@ class Op:
         return _remembered(compiled)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """Return the implementation with its options bound. Equal options give the same object."""
+        """Return the function of an implementation with its options bound. For equal options, it is the same object."""
         try:
             return self._bound[implementation](options)
         except TypeError:
@@ -254,8 +260,8 @@ class Op:
         return self._renamed[name]
 
     def __reduce__(self):
-        # Pickle only the constructor's arguments, whose functions must be defined in modules. Functions bound to
-        # options are rebuilt.
+        # Pickle only the arguments of the constructor. Functions among them must be defined at the top level of a
+        # module. Functions with bound options are built again after unpickling.
         return _made_again, (type(self), *self._made_of, self.name)
 
     def __repr__(self) -> str:
@@ -349,7 +355,8 @@ class Pair(Op):
         }
         rules.pop("autodiff", None)
         paired = {
-            # Under None, a call without a gradient also uses the forward in `save`, which is the fastest one.
+            # With `implementation=None`, a call without a gradient also computes y by the function `save`, because its
+            # forward is the fastest one.
             key: _paired(name, functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
             for key, (save_, rule) in rules.items()
         }
@@ -377,7 +384,7 @@ class Pair(Op):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient, by JAX's autodiff, of a linear function of an array of this shape.
+    """Return the gradient of a linear function with respect to its argument, an array of this shape, by JAX's autodiff.
 
     The gradient is the same at every point, so it is computed at zero.
     """
@@ -418,7 +425,7 @@ def _saving_nothing(forward, *arrays, **options):
 
 
 def _paired(name: str, forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
-    """Return `forward` with `backward` as its gradient."""
+    """Return `forward` as a function with `jax.custom_vjp`, whose gradient is `backward`."""
 
     @_remembered
     def bind(**options):
@@ -468,7 +475,8 @@ def _vjp(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Kinds:
-    """Shape and dtype of each argument, or None for an argument that is not an array."""
+    """The shape and the dtype of each argument, as a key of a cache. The entry of an argument that is not an array is
+    None."""
 
     each: tuple[tuple[tuple[int, ...], np.dtype] | None, ...]
 
@@ -478,7 +486,7 @@ class _Kinds:
 
 
 def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
-    """Return the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
+    """Return `found`, the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
 
     Raise TypeError or ValueError if their number, shapes, or dtypes are wrong.
     """
@@ -508,7 +516,8 @@ def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
 
 
 def positional_names(function: Callable, count: int) -> list[str]:
-    """Return names for `count` positional arguments. If the signature names fewer, the others are numbered."""
+    """Return names for the first `count` positional arguments of a function. If its signature has fewer names, the
+    other arguments get numbers."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
@@ -522,7 +531,7 @@ def name_of(function: Callable) -> str:
 
 
 def _differentiated(forward, has_aux, dy, *arrays, **options):
-    """Return the gradients with respect to the floating arrays, by JAX's autodiff."""
+    """Return the gradients of `forward` with respect to its floating arrays, by JAX's autodiff."""
     floating = [i for i, a in enumerate(arrays) if _is_floating(a)]
 
     def of_floating(*values):

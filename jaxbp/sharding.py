@@ -116,13 +116,22 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
 
 
 def _of_leaves(axis, argument):
-    """Return the batch axis of each leaf of an argument, or None for a leaf without one."""
+    """Return a sequence with the batch axis of each leaf of an argument. A leaf without a batch axis has the entry
+    None.
+
+    `axis` is the argument's entry in `Axes.of`, or None.
+    """
     leaves = jax.tree.leaves(argument)
     return axis if isinstance(axis, Sequence) else [axis] * len(leaves)
 
 
 def _that_grow(formula, leaves, axes):
-    """Return, for each result, the axis whose size grows with the number of examples, or None if there is none."""
+    """Return the batch axis of each result: the axis whose size grows with the number of examples, or None if there is
+    none.
+
+    `formula` is traced with the given number of examples and with twice as many. `axes` has the batch axis of each
+    leaf.
+    """
 
     def shapes(times):
         grown = []
@@ -150,10 +159,11 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. A separate jit hides the constants of the kernel.
+    # A partitioned function must not have constants. The kernel may have some, and a separate `jax.jit` keeps them
+    # inside.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
-    # JAX cannot batch partitioned functions.
+    # JAX cannot map partitioned functions under `vmap`. Under `vmap`, the kernel is therefore not partitioned.
     mapped = custom_vmap(call)
 
     @mapped.def_vmap
@@ -164,7 +174,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, traced and lowered as the computation of one device.
+    """Return `function(*arrays)`, traced and lowered as a computation on one device, without a mesh.
 
     If `jax.set_mesh` has set a mesh with explicit axes, JAX would otherwise give the device's arrays a type on this
     mesh.
@@ -196,16 +206,17 @@ mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):
-    """Return the sum of an array over devices. Arrays in half precision are summed in float32."""
+    """Return the sum of an array over the devices along the mesh axes `names`. Arrays in half precision are summed in
+    float32."""
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes over which the batch axis of an argument is sharded.
+    """Return the names of the mesh axes over which the examples are divided.
 
-    The first argument with a batch axis decides. Return () if its batch axis is not sharded, or if the examples cannot
-    be divided evenly.
+    These are the mesh axes over which the batch axis of the first argument that has one is sharded. Return () if this
+    axis is not sharded, or if the examples cannot be divided evenly among the devices.
     """
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
@@ -215,9 +226,10 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return a sharding rule in Shardy's notation, in which all batch axes are one factor.
+    """Return a sharding rule in Shardy's notation. All batch axes have the same name in the rule, so that they are
+    sharded alike.
 
-    Every other axis is a separate factor, which must be whole on each device.
+    Every other axis has a separate name, and must not be sharded.
     """
     numbers, whole = itertools.count(), []
 

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 Verdict = Literal["slower", "faster", "the same", "fails", "works again"]
 SLOWER = ("slower", "fails")
 FIELDS = ("work", "batch", "dtype", "precision", "implementation")
-"""The fields that identify a row."""
+"""The fields of a row by which the rows of two runs are matched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CompareConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A row that both runs measured."""
+    """A row that both runs measured, with its two measurements and the verdict."""
 
     title: str
     old: Row
@@ -96,13 +96,13 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return identifier -> row, for jaxbp's implementations."""
+    """Return a dict from a title, which identifies a row, to the row. Rows of peers are left out."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
 
 def verdict(old: Row, new: Row, threshold: float) -> Verdict:
-    """Compare the new row with the old one."""
+    """Return the verdict on a row, given the measurements of the old and of the new run."""
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]

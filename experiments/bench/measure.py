@@ -19,9 +19,10 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time that a program runs on a GPU before the first round, to reach a steady time."""
+"""The longest time in seconds for which a program runs on a GPU before its first timing round, so that its time becomes
+steady."""
 NOTHING = 1e-12
-"""The share of the largest array's norm that is rounding error in float64."""
+"""An array whose norm is below this fraction of the largest array's norm is 0 up to rounding errors in float64."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -38,7 +39,8 @@ MOST_THREADS = 16
 
 
 class Compiler:
-    """A context manager that compiles programs on several threads. XLA's compiler needs no Python."""
+    """A context manager that compiles programs on several threads. They run in parallel, because XLA's compiler does
+    not run Python code."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
@@ -51,9 +53,11 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Return a future of the executable for these arguments, or their shapes. A failure raises from the future."""
+        """Start to compile a function for these arguments, or for arguments of these shapes. Return a future of the
+        executable. If compilation fails, the future raises the error."""
         try:
-            # Tracing and lowering are Python, which threads would not speed up. They also read this thread's settings.
+            # Tracing and lowering run Python code, which threads would not speed up. They also depend on JAX's settings
+            # of this thread.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
         except Exception as error:
             future = Future()
@@ -100,7 +104,7 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
 
 
 class Accuracy:
-    """The results of a workload in float64 at a small batch, and the errors of implementations against them.
+    """Measures the errors of the implementations of a workload, against its results in float64, at a small batch size.
 
     Attributes:
       batch: the small batch size.

@@ -34,13 +34,14 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Bytes that a program touches: below the L2 cache of an H200 (60 MiB), around it, and far enough beyond it to measure
-the rate of memory."""
+"""Working sets, in bytes, with which rates are measured. Some are smaller than the L2 cache of an H200 (60 MiB), and
+some are about as large. The others are so much larger that the rate is the rate of memory."""
 CALLS = 8
-"""Kernels in a program whose working set may fit into the cache, because dispatch takes longer than a single kernel."""
+"""The number of kernels in a program whose working set may fit into the cache. One such kernel would take less time
+than its dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
-"""Upper bound on the least time of a round. In longer rounds, the GPU's clock drops."""
+"""The largest value of the least duration of a round. In longer rounds, the clock of the GPU drops."""
 
 
 class Cost(NamedTuple):
@@ -48,10 +49,11 @@ class Cost(NamedTuple):
 
     Attributes:
       argument_bytes, result_bytes: the size of all arguments and results.
-      operations: multiplications and additions in products and convolutions.
+      operations: the number of multiplications and additions in matrix products and convolutions.
       read_bytes: the size of the arguments that affect the results.
-      written_bytes: the size of the results that are not arguments, each array once.
-      arithmetic: other multiplications and additions, if the workload states them.
+      written_bytes: the size of the results, without results that are arguments. An array that is returned twice counts
+        once.
+      arithmetic: the number of other multiplications and additions, if the workload states it, else 0.
     """
 
     argument_bytes: int
@@ -83,7 +85,8 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     """Return the best rate for a working set, or 0 if none was measured.
 
-    The rates start at the largest measured working set that does not exceed `working_set`.
+    The result is the best rate among the measured working sets from the largest one that does not exceed `working_set`
+    upward.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -97,7 +100,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure the rates of this GPU. A CPU has no roofline here, because only the ratios of its times count.
 
     Args:
-      seconds: the least time of a round, if shorter than `RATE_SECONDS`.
+      seconds: the least duration of a round. If it is longer than `RATE_SECONDS`, `RATE_SECONDS` is used.
 
     Returns:
       bytes_per_second: "copy", "read" and "write" -> pairs of a working set in bytes and the rate.
@@ -108,7 +111,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # interleaved, so that a disturbance does not hit all rounds of one program
+    for _ in range(measure.ROUNDS):  # programs take turns, so that a disturbance affects only one round of each
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -125,7 +128,8 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""An amount of bytes or operations, and a function from the least seconds of a round to the measured time."""
+"""The number of bytes or operations of a program, and a function that measures the seconds that the program takes. Its
+argument is the least duration of a round."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -156,12 +160,12 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Return the least cost of one call, from the jaxpr of autodiff."""
+    """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
-    # A variable that is returned twice is written once. Arguments and constants are not written.
+    # A variable that is returned twice is written only once. Arguments and constants that are returned are not written.
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),
@@ -187,13 +191,14 @@ def _operations(jaxpr: Any) -> int:
         elif equation.primitive.name == "conv_general_dilated":
             total += 2 * _products_of_convolution(equation)
         else:
-            times = equation.params.get("length", 1)  # of a scan
+            times = equation.params.get("length", 1)  # the number of steps of a scan
             total += times * sum(map(_operations, jaxprs_in_params(equation.params)))
     return total
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Count the products of an input element and a filter element, without padding and holes."""
+    """Return the number of multiplications of a convolution, without multiplications by padding or by the zeros between
+    dilated elements."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

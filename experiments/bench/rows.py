@@ -22,13 +22,16 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program has enough calls to take at least this long on the device, ten times the time of its dispatch."""
+"""The least time in seconds that a program takes on the device, and the largest number of calls in a program. The time
+is ten times the time of a dispatch. A program makes as many calls as this time needs, but at most `MOST_CALLS`."""
 CACHE_BYTES = 128 * 2**20
-"""The arguments of all calls of a program exceed this size, which is more than twice the L2 cache of an H200."""
+"""The least total size in bytes of the arguments of all calls of a program. It is more than twice the L2 cache of an
+H200. It is not reached if this would take more than `MOST_CALLS` calls."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before the first is timed: their number, which bounds the memory of
-executables, and the seconds of tracing, so that large programs leave time for rows under a time limit."""
+"""Two limits on the cases that are compiled before the first of them is timed. The first is their number, because each
+executable takes memory. The second is the seconds of tracing: under a time limit, large programs must leave time for
+measuring rows."""
 
 
 class Settings(NamedTuple):
@@ -36,13 +39,13 @@ class Settings(NamedTuple):
 
     Attributes:
       implementations: the names of jaxbp's implementations.
-      peers: name -> module.
-      variants: the choice of variants of the peers.
-      dtype, precision: of the arrays, and of products of float32.
-      seconds: the least time of a timing round.
+      peers: the name of each peer to time -> its module.
+      variants: which variants of the peers to time: "best" or "all".
+      dtype, precision: the dtype of the arrays, and the precision of products of float32.
+      seconds: the least duration of a timing round.
       compile_seconds: whether to time the compilation of every row, one after the other.
       rates: the rates of this GPU; empty on a CPU.
-      several_dtypes: whether the run has several dtypes, so that the names of rows include the dtype.
+      several_dtypes: whether the run has several dtypes. If so, the titles of rows include the dtype.
     """
 
     implementations: Sequence[str]
@@ -57,7 +60,8 @@ class Settings(NamedTuple):
 
 
 class Case:
-    """The programs and the rows of a workload at one batch size."""
+    """A workload at one batch size. It compiles the programs, one or more per implementation, and measures the rows of
+    the report."""
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
@@ -75,7 +79,8 @@ class Case:
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """Return the names of the rows, the report's `implementation`, without rows that are left out."""
+        """Return the names of the rows: jaxbp's implementations, without those left out, and then the variants of the
+        peers."""
         names = [name for name in self.settings.implementations if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -103,12 +108,13 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Compile one call per jaxbp implementation, and keep the seconds. Nothing else may compile meanwhile."""
+        """Compile one call of each of jaxbp's implementations, and keep the seconds that this takes. No other program
+        may be compiled at the same time."""
         for name in self.settings.implementations:
             try:
                 self._compiled[name] = compile_program(self._function(name), self._structs)
             except Exception:
-                continue  # the program of the row fails in the same way, and the row records why
+                continue  # `submit` will fail in the same way, and the row will record why
 
     def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
         """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel."""
@@ -136,7 +142,7 @@ class Case:
         try:
             return has_launch(jax.jit(function).trace(*self._structs).jaxpr.jaxpr)
         except Exception:
-            return True  # the row records why
+            return True  # the row will record why the function fails
 
     @functools.cached_property
     def _structs(self):

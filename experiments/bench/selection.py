@@ -56,9 +56,11 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return the first workload of each family that has a batch size on this platform, with that size.
+    """Return the first workload of each family that has a default batch size on this platform, with the middle one of
+    these batch sizes.
 
-    The families are the modules of ops, which begin with a forward with its gradient, and the kinds of training steps.
+    A family is a module of ops, or a kind of training step. The first workload of a module is a forward with its
+    gradient.
     """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     chosen: dict[str, tuple[Workload, int]] = {}

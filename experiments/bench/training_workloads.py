@@ -49,7 +49,8 @@ def logic_workload(
 ) -> Workload:
     """Return a training step of a logic network with six layers, as published for MNIST, on random bits."""
     network = functools.partial(logic_network, gates, parametrization)
-    # On a CPU, 16 functions per gate and example are slow in float64.
+    # The reference for the errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
+    # Networks with more gates therefore have a smaller batch for the errors.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     return _training_step(name, f"6x{gates}", {"gates": gates}, network, (784,), ((128, 1024), cpu_batches), **options)
 
@@ -85,10 +86,10 @@ class LogicConvSizes(NamedTuple):
     """A published convolutional logic network.
 
     Attributes:
-      shape: the shape of the images of bits.
+      shape: channels, height, and width of the images of bits.
       convolutions: the convolutions with their or-pools.
-      widths: the gates of each later layer.
-      tau: the divisor of the class sums.
+      widths: the number of gates in each layer after the convolutions.
+      tau: the number by which the sum of each class is divided.
       cpu_batches: the default batch sizes without a GPU.
     """
 
@@ -121,8 +122,8 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
     """Return a training step of a convolutional logic network, `LOGIC_CONV[place]`.
 
-    Its inputs are not bits. With bits, many positions of a window would be equal up to rounding, which would then
-    decide which is the largest.
+    Its inputs are random numbers, not bits. With bits, the values at many positions of a window would be equal up to
+    rounding, and rounding would decide which of them is the largest.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -143,7 +144,7 @@ def logic_conv_network(
         10,
         tau=sizes.tau,
         wiring=_unique_wires,
-        initialization="residual",  # of the layers as well as the convolutions
+        initialization="residual",  # for the layers and for the convolutions
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
@@ -151,7 +152,8 @@ def logic_conv_network(
     )
 
 
-# For hundreds of thousands of gates, wires take seconds to make. Each implementation and each peer makes a network.
+# Making the wires of hundreds of thousands of gates takes seconds. Each implementation and each peer makes a network,
+# so the wires are cached.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -173,9 +175,10 @@ def _training_step(
     optimiser: Callable[..., FusedOptimizer] | None = None,
     error_batch: int = 128,
 ) -> Workload:
-    """Return the workload that computes the loss and gradients of `network(implementation=, dtype=)`.
+    """Return the workload of a training step. Its function computes the loss and the gradients of the model
+    `network(implementation=..., dtype=...)`.
 
-    In a program, each call is a training step.
+    In a timed program, each call also updates the parameters.
 
     Args:
       shape: the shape of one input.
@@ -208,7 +211,7 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Side length of the grid -> batch sizes on a GPU and elsewhere."""
+"""Side length of the grid -> the default batch sizes on a GPU, and on other platforms."""
 TICKS = 20
 
 
@@ -257,7 +260,7 @@ def automaton_workload(size: int) -> Workload:
 
 
 class Scaled(NamedTuple):
-    """Parameters and the scale of their loss."""
+    """The state of a training step in float16: the parameters, and the scale of the loss."""
 
     parameters: Any
     scale: LossScale
@@ -292,7 +295,8 @@ def training(
 
     With a loss scale, it skips updates that are not finite.
     """
-    # jaxbp's steps take the fastest update. For few or large arrays that is Optax's.
+    # Training steps of jaxbp use the faster of two updates: jaxbp's own, or Optax's, which is faster for few or large
+    # arrays.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
@@ -302,8 +306,8 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Without the barrier, XLA would compute values that depend only on the images, such as their transpose,
-            # once for all steps.
+            # Some values depend only on the images, such as their transpose. Without the barrier, XLA would compute
+            # these values only once for all steps.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

@@ -1,7 +1,7 @@
-"""Workloads: what the bench times, and the workload of each op of the catalogue at one size.
+"""Workloads, which the bench times, and functions that make the workload of an op of the catalogue at one size.
 
-A workload draws arguments, and makes the function that is timed, in each implementation. A program chains several calls
-of that function. For an op, each call has other arguments.
+A workload has a function that draws arguments, and a function that returns the function to time for an implementation.
+A timed program makes several calls of this function, one after the other. For an op, each call has different arguments.
 """
 
 import dataclasses
@@ -17,29 +17,32 @@ from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
-"""Operations of a gate in its bilinear form c0 + c1 a + c2 b + c3 ab, forward and backward.
+"""The number of operations of a gate, `c0 + c1 a + c2 b + c3 ab`, in the forward and the backward together.
 
 The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
-gradients of the four coefficients. Each counts twice.
+gradients of the four coefficients. Each multiply-add or product counts as two operations.
 """
 FORWARD_OPERATIONS = 6
-"""Operations of the forward of a gate."""
+"""The number of operations of a gate in the forward."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """A workload: one op or training step to time.
+    """An op or a training step to time.
 
     Attributes:
-      op, place: the op and its case in the catalogue, or the name and size of a training step.
+      op, place: the name of an op and the name of its case in the catalogue; or the name and the size of a training
+        step.
       title: the name in reports.
       options: the op's options.
-      batches: the default batch sizes, on a GPU and elsewhere.
+      batches: the default batch sizes on a GPU, and on other platforms.
       function: (implementation, dtype) -> the function to time.
       draw: (seed, batch, dtype) -> arguments.
-      chain: (function, calls, implementation) -> a program that takes sets of arguments and makes `calls` calls. A
-        training step updates its parameters with `jaxbp.optimizers` in that implementation; "autodiff" is Optax.
-      steps: the calls in a program, if each takes the previous results. There is then one set of arguments.
+      chain: (function, calls, implementation) -> a program that makes `calls` calls of the function, and takes their
+        sets of arguments. Its training steps update the parameters by `jaxbp.optimizers` in this implementation, where
+        "autodiff" is Optax.
+      steps: the number of calls in a program if each call takes the results of the previous one, as in training. There
+        is then only one set of arguments. Otherwise None.
       arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
         products and convolutions, where they may take longer than reading and writing.
       error_batch: the largest batch at which results are compared with float64, on the CPU.
@@ -84,9 +87,9 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Return the operations of an automaton's gates, or 0 for other ops.
+    """Return the number of operations in the gates of an automaton, or 0 for other ops.
 
-    A backward without its forward recomputes all gates except the last layer of the last tick.
+    A backward that runs without its forward recomputes all gates except those in the last layer of the last tick.
     """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
@@ -130,6 +133,6 @@ def one_after_another(function: Callable, calls: int, implementation: str | None
             arguments, token = lax.optimization_barrier((arguments, token))
             result, token = lax.optimization_barrier((function(*arguments), token))
             results.append(result)
-        return results  # XLA does not compute what is not returned
+        return results  # all results are returned, because XLA does not compute unused ones
 
     return program

@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed and the number of the update that draws it. The seed determines the start state and everything else
-that is random. Training draws new seeds for every update.
+An example consists of a seed and of the number of the update (optimizer step) that draws it. The seed determines the
+start state and all other random choices. Training draws new seeds for every update.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ HARD_GATES: Settings = dict(
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
 """Training that rounds a tenth of the values of a state before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts on a small grid, each with other initial functions."""
+"""Many short attempts at training on a small grid. Each attempt draws new initial functions of the gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 """Training with weight decay, which keeps gates uncertain enough to continue learning."""
 
@@ -78,30 +78,32 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The number of first channels that enter the loss."""
+    """The number of visible channels. They are the first ones, and only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether the target is defined on grids of other sizes."""
+    """Whether the target is also defined on grids of other sizes than `grid`."""
     steps: ClassVar[int]
-    """Ticks from the start to the loss."""
+    """The number of ticks from the start state to the state in the loss."""
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """The number of kernels, and the number of gates in each layer of a kernel."""
+    """The number of perception kernels, and the number of gates in each layer of a kernel."""
     update: ClassVar[Sequence[int]]
-    """The number of gates in each layer."""
+    """The number of gates in each update layer."""
     published: ClassVar[tuple[Recipe, int]]
     """The published recipe and its number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
     """The defaults of the recipe "hardening", for the settings that decide how well an automaton hardens."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """Updates and epochs of the recipe "hardening", if they differ from the published ones."""
+    """The numbers of updates and of epochs in the recipe "hardening"; None for the published numbers."""
     stands: ClassVar[bool] = False
-    """Whether an example of the evaluation must still be correct after the same number of ticks again."""
+    """Whether an example of the evaluation counts as correct only if it is also correct after twice the number of
+    ticks."""
     test_examples: ClassVar[int] = 32
-    """Number of examples in the evaluation after each epoch."""
+    """The number of examples in the evaluation after each epoch."""
     trials: ClassVar[int] = 256
-    """Unseen starts from which the hardened automaton runs at the end; 1 if all starts are equal."""
+    """The number of unseen start states from which the hardened automaton is tested after training; 1 if all starts are
+    equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
-    """Grid of the pictures, if it differs from the grid of training."""
+    """The size of the grid in the pictures; None for the size of `grid`."""
 
     recipe: Literal["hardening", "published"] = "hardening"
     """Defaults of the other settings: chosen for hardening, or as published."""
@@ -196,7 +198,7 @@ class AutomatonConfig(TrainingConfig):
             np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
             for n in (in_an_epoch, self.test_examples)
         )
-        # The target of every example is True, which means that the example is correct.
+        # A prediction says whether the example is correct. The target of every example is therefore True.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
@@ -223,7 +225,10 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return `hard_share` or `certainty` at an update: 0 in the first `hard_from` of an attempt, then linear."""
+        """Return the value of the setting `field`, `hard_share` or `certainty`, at an update.
+
+        It is 0 in the fraction `hard_from` of an attempt, and then grows linearly to the setting.
+        """
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after
@@ -269,7 +274,8 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        """Set every gate to pass on its input a or b, drawn by the key."""
+        """Set the parameters so that every gate passes on one of its inputs, a or b, which the key decides at
+        random."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
 
@@ -308,7 +314,7 @@ class AutomatonConfig(TrainingConfig):
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
-    """Apply the function to every layer, each with another key."""
+    """Apply the function to the logits of every layer, with a different key for each layer."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])

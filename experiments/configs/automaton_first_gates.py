@@ -1,9 +1,10 @@
 """The input, a or b, that each gate of an automaton first passes on.
 
-A draw says for every gate whether it passes on b. While all gates pass on one input, each channel of a cell becomes,
-in one tick, one channel of one cell in its neighborhood. `returning` repeats the draw until the first channel returns.
-`separating` takes the draw after which cells with different targets have different neighborhoods. The caller applies
-the draw to the gates' parameters by `with_inputs_exchanged`.
+A draw says, for every gate, whether the gate passes on b instead of a. If every gate passes on one of its inputs, a
+tick only moves values: each channel of a cell becomes one channel of one cell in its neighborhood. `returning` repeats
+the draw until the value of the first channel returns to the first channel after two ticks. `separating` takes the draw
+that best separates cells with different targets: after the ticks, their neighborhoods differ. The caller applies the
+draw to the gates' parameters by `with_inputs_exchanged`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +17,17 @@ from jaxbp.logic.automaton import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""For each gate of each layer of the perception and of the update, whether the gate passes on b."""
+"""A pair of lists, for the layers of perception and of update. Each array says, for each gate of a layer, whether the
+gate passes on its input b."""
 MOST_DRAWS = 20_000
-"""The limit of draws of first gates; "returning" takes about 400 for the checkerboard."""
+"""The largest number of draws that `returning` tries. For the checkerboard, it needs about 400."""
 SEPARATING_DRAWS = 200
-"""Draws of first gates for "separating", which takes the best one."""
+"""The number of draws that `separating` tries, of which it takes the best one."""
 
 
 def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
-    """Return the first draw in which the first channel returns after two ticks, or None after `MOST_DRAWS` draws."""
+    """Return the first draw with which the value of the first channel returns to it after two ticks (`_returns`), or
+    None if `MOST_DRAWS` draws have failed."""
     for _ in range(MOST_DRAWS):
         drawn = draw()
         if _returns(_sources(automaton, *drawn)):
@@ -41,9 +44,13 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells the best function of the neighborhood at the last tick still gets wrong.
+    """Return how many cells have a wrong value if, in the last tick, each cell applies the best possible function to
+    its neighborhood.
 
-    Until then, all gates pass on one input.
+    Until the last tick, all gates pass on one input as drawn. If cells with equal neighborhoods have different targets,
+    no function is right for all of them.
+
+    A smaller number is better.
 
     Args:
       start: the start state, (height, width, channels).
@@ -61,7 +68,7 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
     """Return the parameters of gates with the inputs a and b exchanged."""
-    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of 1, a, b, ab
+    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
     return logits[..., np.array(order)]
@@ -70,7 +77,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return the source of each channel in one tick, if every gate passes on one input: b where chosen, else a.
+    """Return, for each channel, the source from which it takes its value in a tick, if every gate passes on one input.
+
+    The input is b where `perception` and `update` are true, else a.
 
     A source is a channel and one of the nine cells of the neighborhood, in row-major order.
     """
@@ -96,10 +105,11 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the first channel returns, displaced along a diagonal, after two ticks.
+    """Return whether the value of the first channel is in the first channel again after two ticks. It is then in a cell
+    two steps away along a diagonal.
 
-    Its source must be another channel of a diagonal neighbor, whose source must be the first channel in the same
-    direction.
+    The source of the first channel must be another channel of a diagonal neighbor. The source of this channel must be
+    the first channel of the neighbor in the same direction.
     """
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
@@ -113,7 +123,7 @@ def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
 
 
 def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    """Return the state after `ticks` ticks, in each of which every channel becomes its source."""
+    """Return the state after `ticks` ticks. In each tick, every channel takes the value of its source."""
     channels, places = np.array(sources).T
     for _ in range(ticks):
         state = _seen(state, periodic)[:, :, places, channels]

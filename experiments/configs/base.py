@@ -32,7 +32,7 @@ Config = TypeVar("Config", bound="TrainingConfig")
 
 
 class Recipe(NamedTuple):
-    """The defaults of the settings that depend on the dataset."""
+    """The default values of the settings that depend on the dataset."""
 
     batch_size: int
     epochs: int

@@ -39,7 +39,7 @@ SizeName = Literal["s", "m", "l"]
 
 
 class Size(NamedTuple):
-    """The defaults of the settings that depend on the dataset and the size."""
+    """The default values of the settings that depend on the dataset and on the setting `size`."""
 
     kernels: int
     tau: float
@@ -56,9 +56,9 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions. Their numbers of kernels are divided by k."""
+    """The convolutions, with the number of kernels of each given as a multiple of k."""
     widths: Sequence[int]
-    """The numbers of gates per layer, divided by k."""
+    """The number of gates in each layer, given as a multiple of k."""
     sizes: Mapping[SizeName, Size]
 
 

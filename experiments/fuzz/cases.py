@@ -1,4 +1,4 @@
-"""Draw programs, which are ops with shapes, options, and a transformation, and draw the data for them."""
+"""Draw random programs and their data. A program is an op with shapes, options, and a transformation."""
 
 import dataclasses
 import functools
@@ -45,12 +45,13 @@ DATA = (
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 MOST_DRAWS = 30
-"""Most draws of shapes and options until the plain formula accepts them."""
+"""The largest number of draws of shapes and options, which are repeated until the plain formula accepts them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with all its static parameters. Two programs with equal fields are the same function."""
+    """An op with its implementation, dtype, transformation, shapes, and options. Two programs with equal fields compute
+    the same function."""
 
     entry: Entry
     case: Case
@@ -90,7 +91,7 @@ class Program:
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask of the valid labels: two of every three along the last axis."""
+        """Return a mask that says which labels are classes. Along the last axis, two of every three labels are."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -123,7 +124,8 @@ class Program:
         if kind in ("with special values", "under a mask"):
             # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # The reference for a float64 op is also in float64, and op and reference may underflow in different terms.
+            # The reference of an op in float64 is also in float64. The op and its reference may then underflow in
+            # different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -188,7 +190,8 @@ def _results(function, case):
 
 
 def _case(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw shapes and options until the op accepts them. If all draws fail, return the small case of the catalogue."""
+    """Return a case with random shapes and options, drawn again until the op accepts them. If all draws fail, return
+    the small case of the catalogue."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -209,8 +212,10 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the small case with a new number for each distinct size, and perhaps with one leading axis more or
-    less."""
+    """Return the small case of the catalogue with other shapes.
+
+    Each distinct size is replaced by a random number. In some cases, one leading axis is added or removed.
+    """
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -232,7 +237,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
             below = None if argument.below is None else max(new(argument.below), 1)
             argument = dataclasses.replace(argument, shape=shape, below=below)
         arguments.append(argument)
-    if layer:  # the numbers of inputs and gates were drawn after the shape of the logits
+    if layer:  # the shapes of the logits and of x must match the wires
         gates = arguments[1].gates
         arguments[0] = dataclasses.replace(arguments[0], shape=(gates, arguments[0].shape[1]))
         arguments[2] = dataclasses.replace(arguments[2], shape=(*arguments[2].shape[:-1], arguments[1].inputs))
@@ -371,7 +376,8 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """Return a case for a public backward. Its arguments are matched with the forward's arguments by name."""
+    """Return a case for the public backward of a function, given a case of the function. Arguments with the same name
+    are the same."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))

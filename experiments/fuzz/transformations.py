@@ -9,12 +9,12 @@ def plain(function):
 
 
 def vmapped(function):
-    """Map over two examples: the values, and half of each value."""
+    """Return the function under `vmap` over two examples: the values themselves, and half of each value."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Map over two examples that differ only in the first argument."""
+    """Return the function under `vmap` over two examples that differ only in the first argument."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,7 +23,8 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Sum the results of a scan with two steps: on the values, and on half of each value."""
+    """Return a function that sums the results of a scan with two steps. The steps apply the function to the values, and
+    to half of each value."""
 
     def total(*values):
         def tick(totals, values):

@@ -22,10 +22,11 @@ digits."""
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
 HEADROOM = 4
-"""A result may overflow if it is within this factor of the dtype's largest number. The terms of a sum may be larger
-than the sum, and may overflow when they are rounded to the dtype."""
+"""A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor. The terms of
+a sum may be larger than the sum, and may overflow when they are rounded to the dtype."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""Keep every rounding of the formula. Switch LLVM's optimizations off, because compilation takes most of the time."""
+"""XLA's options for the compilation of all programs. They keep every rounding of the formula. They also switch LLVM's
+optimizations off, because compilation takes most of the time."""
 
 
 class Trial:
@@ -78,11 +79,12 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the exact values. Where any value counts as correct, return jaxbp's values instead.
+    """Return the values with which jaxbp's values `ours` are compared. These are the exact values, except that elements
+    of `ours` for which any value counts as correct are compared with themselves.
 
-    Any value counts as correct if autodiff gives NaN in float64, because a better formula may give a number. A value
-    that is not finite counts as correct if the exact value is within the factor `HEADROOM` of the dtype's largest
-    number.
+    Any value counts as correct if the exact value, by autodiff in float64, is NaN, because a better formula may give a
+    number. A value that is not finite also counts as correct if the exact value exceeds the dtype's largest number
+    divided by `HEADROOM`.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

@@ -15,7 +15,7 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""Most trials in the reduction of a failing case."""
+"""The largest number of trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
 """Number of programs after which JAX's compilation caches are cleared."""
 REFUSED = "refused"
@@ -25,7 +25,8 @@ _tasks = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A program and the draws of its data. The fields are the inputs of the random generators, which determine both."""
+    """A random program and the draws of its data. The fields determine both, because they are the inputs of the random
+    generators."""
 
     seed: int
     number: int
@@ -89,7 +90,7 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Draw arguments and cotangents. They depend on the program's shapes, and on the task's seed and number."""
+    """Draw arguments and cotangents. They depend on the program, on the task's seed and number, and on `draw`."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
@@ -101,7 +102,7 @@ def _numbers(
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """Simplify the program in at most `MOST_TRIALS` trials, as long as it still fails."""
+    """Return the simplest program that still fails, among those found in at most `MOST_TRIALS` trials."""
     candidates, tried = iter(smaller(program)), 0
     while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
         tried += 1

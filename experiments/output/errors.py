@@ -28,7 +28,7 @@ class BrokenRun(Exception):
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with a message about the results so far."""
+    """The user has pressed Ctrl-C. The message describes the results so far."""
 
 
 def run_command(

@@ -85,7 +85,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload that the command line names."""
+    """A workload that the command line names, with its batch size, dtype, implementation, and precision."""
 
     workload: Workload
     batch: int

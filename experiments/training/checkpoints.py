@@ -74,7 +74,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # an older one would be corrupt: the run did not resume from it
+        remove(checkpoint.path)  # a folder of this epoch is corrupt, because the run did not resume from it
         os.rename(unfinished, checkpoint.path)
     except BaseException:
         # After Ctrl-C, threads of Orbax may still write into the folder. The folder is removed when the run resumes.

@@ -67,12 +67,14 @@ def shared(loss: Callable, mesh: Mesh) -> Callable:
     function, the compiler would sum in the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
-    # `check_vma` requires that kernels declare the mesh axes along which their results vary, which they do not.
+    # `check_vma` is off. It would require that kernels declare the mesh axes along which their results vary, which
+    # jaxbp's kernels do not.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place arrays, which every process has, on each device. Arrays that are already on all devices are not copied."""
+    """Place a copy of each array on each device. Every process must pass the same arrays. Arrays that are already on
+    all devices are not copied."""
     sharding = whole(mesh)
 
     def placed(array):

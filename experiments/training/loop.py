@@ -31,7 +31,7 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 """`loss(params, inputs, targets) -> (loss per example, predictions)`."""
 
 Share = Callable[[Array], Array]
-"""A function that divides a batch among the devices."""
+"""A function from a batch to the same batch, divided among the devices."""
 
 # cuDNN's fastest algorithms for convolution gradients sum in no fixed order, and its autotuner may choose another
 # algorithm in every process. With deterministic ops, repeated runs and resumed runs give the same bits on a GPU.

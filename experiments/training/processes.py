@@ -27,9 +27,9 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 START_SECONDS = 300
-"""Seconds in which all processes must connect."""
+"""The number of seconds within which all processes must connect."""
 PARTING_SECONDS = 2
-"""Seconds that the other processes have to notice that a process has ended."""
+"""The number of seconds within which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keepalive: two times in seconds, and the number of probes. A lost connection to a machine is noticed after half a
 minute."""
@@ -39,7 +39,7 @@ DONE = b"."
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The number of this process, the number of processes, and the address of process 0."""
+    """The number of this process, the number of all processes, and the address (host and port) of process 0."""
 
     host: str
     port: int
@@ -129,7 +129,7 @@ class Joined:
         return command()
 
     def _watch(self, process):
-        """Wait for another process to end, then end this one."""
+        """Wait until another process ends, then end this process."""
         try:
             said = self._links[process].recv(1)
         except OSError:

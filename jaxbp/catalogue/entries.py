@@ -28,13 +28,14 @@ def _case(*arguments: Any, **options: Any) -> Case:
 
 _ANY = dict(stride=(2, 1), padding=(1, 0))
 _POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
-# The values are far enough apart that a finite difference does not move the maximum.
+# The values are so far apart that the step of a finite difference does not change which element is the maximum.
 _APART = Argument((1, 2, 5, 6), apart=True)
 _CLASS = Argument((BATCH,), below=10)
 
 _LABELS = Argument((2, 3), below=4)
 _LAYERS = ((6, 5), (6,), (4, 6), (4,))
-# Activations neither grow nor shrink through these layers. Otherwise the softmax would put all weight on one class.
+# The weights are scaled so that activations neither grow nor shrink from layer to layer. Otherwise, the softmax would
+# give one class nearly all the probability.
 _LENET_TAIL = (
     (BATCH, 256),
     _CLASS,
@@ -45,12 +46,13 @@ _BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""The shapes in LeNet's two blocks of convolution, ReLU and pool: of the images x, the filters w, the result z of the
-convolution, and the result y of the pool."""
+"""The shapes of four arrays in each of LeNet's two blocks of convolution, ReLU, and pool: the images x, the filters w,
+the result z of the convolution, and the result y of the pool."""
 
 
 def _blocks(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """Return `of(x, w, z, y)` for each block, named by the block's number."""
+    """Return one case per block of `_BLOCKS`: `of(x, w, z, y)`, where x, w, z, and y are shapes. Its key is `name` and
+    the number of the block."""
     return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(_BLOCKS, 1)}
 
 
@@ -58,7 +60,7 @@ _FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 
 
 def _indices(*shape: int | str, below: int) -> Argument:
-    """Return an argument for the position of each maximum in its window."""
+    """Return an argument for the positions of maxima in their windows: random integers from 0 to `below - 1`."""
     return Argument(shape, below=below, dtype=jnp.uint8)
 
 
@@ -68,7 +70,8 @@ def _pair(
     """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases, with `dy`, the gradient with respect to the result, before the function's arguments.
+      small, real: the cases. Their first argument is `dy`, the gradient with respect to the result. The arguments of
+        the function follow.
       takes: selects the arguments of the function that the backward takes after `dy`.
       like: the field `like` of both entries. If it is the function's own name, only the backward gets it.
     """
@@ -99,7 +102,8 @@ def _unary(function: Callable, small: Argument = _SMALL_APART, **options: Any) -
 
 
 def _binary(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of two arrays. x2 is broadcast. In most small cases, x1 is broadcast, too."""
+    """Return the entries of a function of two arrays, x1 and x2, and of its backward. In the cases, x2 is broadcast. In
+    most small cases, x1 is broadcast, too."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = _case((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -124,7 +128,8 @@ def _rowwise(function: Callable) -> tuple[Entry, ...]:
 
 
 def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Mark ops whose gradient goes to the first of several equal numbers. Autodiff divides the gradient among them."""
+    """Return the entries with `kink_convention=False`, for ops whose gradient goes to the first of several equal
+    numbers. Autodiff divides the gradient among these numbers."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -133,7 +138,7 @@ _KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
-    """Return `of(*size)` for each `(rows, *size)`."""
+    """Return one case per tuple `(rows, *size)` in `sizes`: the case `of(*size)`, with `rows` as its batch size."""
     return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
 
 
@@ -150,7 +155,8 @@ _TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """A layer of the published networks: a 3 x 3 window with padding, or MNIST's first layer."""
+    """Return the case of one layer of the published networks: a layer with a 3 x 3 window and padding, or the first
+    layer of the network for MNIST."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = _case(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
@@ -158,17 +164,19 @@ def _trees(channels: int, size: int, kernels: int, *dy: Argument | tuple, window
 
 _CELL = AutomatonArgument(2, 1, (8, 4, 2), (4, 2))
 CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
-"""The published automaton."""
+"""The wires of the published automaton that grows a checkerboard."""
 
 
 def _ticks(function: Callable, **options: int) -> tuple[Entry, Entry]:
-    """Return the entries for a grid of few cells, and for the published grid."""
+    """Return the entries of a function of an automaton and of its backward. The small case has a grid of few cells, and
+    the real case has the published automaton and grid."""
 
     def at(automaton, grid, logits):
         state = automaton.state(*grid)
         return _case(state.shape, logits, automaton, state, **options)
 
-    # Most gates pass one input through. Through twenty layers of random functions, the gradient would vanish.
+    # Most gates pass one input through. If the gates had random functions, the gradient would vanish in the twenty
+    # layers.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
     return _pair(function, at(_CELL, (BATCH, 2, 3), _CELL.logits()), {"checkerboard": published}, like="automaton_step")
@@ -411,7 +419,7 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry(
         gate_layer.gate_layer_backward,
-        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # regular, unlike the wires of `gate_layer`'s case
+        _case((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # each input has equally many consumers
         {"4096->8192": _gates(4096, 8192, (BATCH, 8192))},
     ),
     *_pair(

@@ -29,8 +29,8 @@ class Argument:
     Attributes:
       shape: the sizes of the axes, one of which may be `BATCH`.
       below: the exclusive upper bound of integers; None for floats.
-      weights: whether to take the softmax of the floats over the last axis.
-      apart: whether to use evenly spaced values in random order instead.
+      weights: whether the array is the softmax of the floats over the last axis.
+      apart: whether the array has evenly spaced values in random order instead of normal values.
       dtype: the dtype of integers.
       positive: whether the floats are at least a half.
     """
@@ -63,7 +63,7 @@ class FixedArgument:
     """The wires of a layer, a convolution, or an automaton. They are random, but the same for every key and dtype.
 
     Attributes:
-      code: a Python expression that makes the wires. It may use the name `jaxbp`.
+      code: a Python expression whose value is the wires. It may use the name `jaxbp`.
     """
 
     shape: ClassVar[tuple[()]] = ()
@@ -134,7 +134,7 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return one argument for the logits of each perception layer, and one for the logits of each update layer."""
+        """Return two lists: one argument per perception layer, for its logits, and one argument per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
@@ -180,10 +180,10 @@ class Entry:
     """A public function of jaxbp, with the cases for its checks and timings.
 
     Attributes:
-      function: takes the arguments, the options and `implementation=`.
-      small: the case for finite differences and for the interpreter.
+      function: the public function. It takes the arguments and options of the cases, and `implementation=`.
+      small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
-      kernel_dtypes: the dtypes that its kernels take.
+      kernel_dtypes: the dtypes that the kernels of the function take.
       like: the name of an entry that is paired in the same way and has the same kernels, but another formula. Tests
         that do not depend on the formula run only for the entry with this name.
       kink_convention: whether the function has autodiff's slope where there is no derivative.

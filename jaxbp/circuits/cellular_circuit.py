@@ -14,7 +14,7 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The number of cells of a row per word."""
+"""The number of cells that one word holds. They are neighbors in a row of the grid."""
 
 # In the C source, the words of each row are followed by one border word, which the row shares with the next row. Bit 0
 # of the border word is the cell after the row's last cell, and bit 63 is the cell before the next row's first cell. All
@@ -186,7 +186,8 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with the same first `visible` channels, and with as few gates as they need.
+        """Return an automaton whose first `visible` channels take the same values, and which has only the gates that
+        these channels need.
 
         Channels that never affect the visible channels keep their state, and their gates are removed.
 
@@ -196,7 +197,7 @@ class CellularCircuit:
         if not checks.is_int(visible) or not 1 <= visible <= self.channels:
             raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
         netlist = self.netlist
-        sources = [{i % self.channels} for i in range(netlist.inputs)]  # the channels that each source depends on
+        sources = [{i % self.channels} for i in range(netlist.inputs)]  # for each source, the channels it depends on
         for a, b in zip(netlist.a.tolist(), netlist.b.tolist(), strict=True):
             sources.append(sources[a] | sources[b])
         results = netlist.results.tolist()
@@ -261,11 +262,12 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "ticks+1 batch height width channels"]:
-        """Return the state now and after each of `ticks` ticks. The arguments and errors are as in `run`."""
+        """Return the initial state and the state after each of `ticks` ticks. The arguments and errors are as in
+        `run`."""
         return np.stack([unpack_grid(words, state.shape[2]) for words in self._run(state, ticks, fire_rate, seed)])
 
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
-        """Yield the packed state now, and after each tick."""
+        """Yield the packed initial state, and then the packed state after each tick."""
         self._check(state)
         checks.count("CellularCircuit", "ticks", ticks, at_least=0)
         if not 0 <= fire_rate <= 1 or (fire_rate < 1 and seed is None):
@@ -283,7 +285,8 @@ class CellularCircuit:
             yield words
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
-        """Return a packed state after one tick. The bits after the last column are 0 and remain 0."""
+        """Return the packed state after one tick. In each row of x, the bits after the last column are 0. They are 0 in
+        the result, too."""
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
         y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
@@ -358,7 +361,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the circuit's inputs for a packed state: `(9 channels, batch, height, words)`."""
+    """Return the inputs of the circuit in every cell of a packed state: `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

@@ -56,7 +56,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
 
 
 def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
-    """Return the bits as booleans on the host.
+    """Return `bits` as an array of booleans on the host.
 
     Raises:
       ValueError: a number is neither 0 nor 1.
@@ -98,7 +98,7 @@ def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UIn
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
-# Modulo 2, a coefficient is 0 or 1. All bits of its mask are ones if it is odd.
+# Modulo 2, a coefficient is 0 or 1. It becomes a mask with all bits 1 if it is odd, else with all bits 0.
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 

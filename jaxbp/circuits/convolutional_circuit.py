@@ -25,16 +25,16 @@ from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 
 OR = 7
-"""The number of the function "or", which pools compute."""
+"""The number of the function "or" among the 16 functions of a gate. Or-pools consist of these gates."""
 WORDS_AT_A_TIME = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution:
-    """Hardened kernels on images of one size, followed by an or-pool. A kernel is a tree of gates.
+    """A convolution of hardened kernels, for images of one size, followed by an or-pool. A kernel is a tree of gates.
 
     Attributes:
-      gates: the numbers of the gates' functions, level by level, with the root last.
+      gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
       wires: the inputs that the kernels' trees read.
       shape: channels, height and width of the images.
       stride: the kernels' stride in rows and in columns.
@@ -62,17 +62,20 @@ class Convolution:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distance of neighboring windows of the pool, in rows and in columns of the image."""
+        """The distance between neighboring windows of the pool, as numbers of rows and of columns of the input
+        image."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The positions in a pool's window, as offsets from the first one in rows and columns of the image."""
+        """The positions of a kernel in one window of the pool, as offsets (rows, columns) in the input image from the
+        first position."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates of all kernels, at all positions that a pool reads, and of the pools."""
+        """The number of gates if every position that a pool reads has a separate copy of the kernels, plus the gates of
+        the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
@@ -84,11 +87,12 @@ class Convolution:
 
     @property
     def _leaves(self) -> tuple[np.ndarray, ...]:
-        """The channels, rows and columns of each kernel's leaves."""
+        """The channels, rows, and columns that the leaves of each kernel read, as three arrays `(kernels, leaves)`."""
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the value of each kernel's root: `(kernels, leaves, ...) -> (kernels, ...)`.
+        """Return the values of the kernels' roots, `(kernels, ...)`, given the values of their leaves,
+        `(kernels, leaves, ...)`.
 
         `of_gates` maps the numbers of gates and the values of their two inputs to the values of the gates.
         """
@@ -99,11 +103,12 @@ class Convolution:
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the values of x that a kernel reads at `places`, at all positions of the kernel.
+        """Return the values of x that kernels read at some positions in their windows, for all positions of the
+        windows.
 
         Args:
           x: `(channels, height, width, ...)`, with padding.
-          places: channels, rows and columns in a kernel's window, three arrays of one shape.
+          places: the positions in a kernel's window: their channels, rows, and columns, as three arrays of one shape.
 
         Returns:
           A list with one array per position in a pool's window. The shape of an array is the shape of `places`,
@@ -121,9 +126,11 @@ class Convolution:
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add the gates of the kernels at all positions to `gates`.
+        """Add to `gates` one copy of the gates in `kernels` per position of the convolution, and the gates of the
+        or-pool.
 
-        x has the source of each element of the input image. Return the sources of the output image.
+        x has the source of each element of the input image. The result has the source of each element of the pooled
+        image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
@@ -230,7 +237,7 @@ class ConvolutionalCircuit:
             raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         bits = booleans("ConvolutionalCircuit", bits)
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
-        for begin in range(0, len(bits), at_a_time):  # limits the memory for the values between layers
+        for begin in range(0, len(bits), at_a_time):  # limits the memory for the values between the layers
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
             y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
         return y
@@ -248,12 +255,12 @@ class ConvolutionalCircuit:
 
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
-        """The simplified kernels of each convolution."""
+        """For each convolution, its kernels as one simplified netlist."""
         return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
     def _head(self) -> Netlist | None:
-        """The simplified layers."""
+        """The layers after the convolutions as one simplified netlist, or None."""
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
@@ -337,12 +344,13 @@ class ConvolutionalCircuit:
 
 
 class _Image(NamedTuple):
-    """The rows of values in which the C code stores an image, one row per pixel.
+    """The memory in which the C code stores an image. Each pixel has one row, which holds the pixel's values in a block
+    of samples.
 
     Attributes:
-      first: the first row of values.
+      first: the number of the image's first row.
       shape: channels, height and width, with padding.
-      corner: the row and the column of the padded image at which the image begins.
+      corner: the height of the padding above the image, and the width of the padding to its left.
     """
 
     first: int
@@ -350,7 +358,8 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the row of each pixel of an image of this shape, which has no padding, counted from `first`."""
+        """Return the number of each pixel's row, counted from `first`, for an image of this shape, which excludes the
+        padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -378,7 +387,8 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return a convolution as a C function from an image to an image."""
+    """Return the C function of the i-th convolution, which reads the image `source` and writes the pooled image
+    `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -453,7 +463,8 @@ endmodule
 
 
 def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
-    """Return a convolution as a Verilog module, which instantiates the module of its kernels."""
+    """Return the Verilog module of the i-th convolution, which instantiates the module of its kernels at every
+    position."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
     _, padded_height, padded_width = convolution.padded_shape
@@ -461,7 +472,7 @@ def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
     pool_rows, pool_columns = convolution.pool
     row_stride, column_stride = convolution.stride
     pool = " | ".join(f"found[{place} * KERNELS + channel]" for place in range(pool_rows * pool_columns))
-    return _VERILOG_CONVOLUTION.substitute(locals())  # the template has the names of these variables
+    return _VERILOG_CONVOLUTION.substitute(locals())  # the template uses the names of the local variables
 
 
 def _convolution(op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options) -> Convolution:

@@ -18,14 +18,15 @@ from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
-"""The 16 functions in the operators of `EXPRESSIONS`. They take words, arrays of words, or truth tables as ints."""
+"""The 16 functions of a gate in Python, made from `EXPRESSIONS`. Their arguments are words, arrays of words, or truth
+tables as ints."""
 GATES_AT_A_TIME = 4096
 """The number of gates in C whose values should fit into a cache together."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves of the truth tables by which `Netlist.simplify` finds equal gates. A table has at most
-1024 rows."""
+"""The largest number of leaves of a truth table. `Netlist.simplify` finds equal gates by their truth tables. A table
+has at most 1024 rows."""
 _LEAF = np.array([False, True])
-"""The truth table of a leaf."""
+"""The truth table of a leaf: its value if the leaf is 0, and its value if the leaf is 1."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +80,8 @@ class Netlist:
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Sort the gates by the last key, then by the keys before it. Gates with equal keys form a group."""
+        """Make a netlist whose gates are sorted by `keys`, of which the last is the most significant. Gates with equal
+        keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -143,8 +145,9 @@ class Netlist:
         - Constants, pass-throughs and inverters become part of the gates that read them. If a gate depends only on the
           two sources of a gate that it reads, it reads these sources directly.
         - Equal gates become one. Two gates are equal if they have the same function and sources, up to an inversion and
-          the order of sources, or if they have the same truth table. The arguments of a truth table, its leaves, are
-          inputs or gates. A gate is a leaf if it would depend on more than `TABULATED_LEAVES` leaves.
+          the order of sources, or if they have the same truth table. The leaves of a truth table are the inputs or
+          gates on which its values depend. A gate that would depend on more than `TABULATED_LEAVES` leaves has no
+          table, and is itself a leaf in the tables of the gates that read it.
         - Gates on which no output depends are removed.
 
         Each remaining gate depends on both its sources, unless it is an inverter or a constant, and an output.
@@ -183,8 +186,8 @@ class Netlist:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as in `Circuit.to_c`.
 
-        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`. The memory of a gate's value is
-        reused after its last reader.
+        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`. After the last gate that reads a
+        value, the memory of the value is used for another one.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
@@ -230,10 +233,13 @@ class Netlist:
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return a memory row for each source, and the number of rows. A row is free after its last reader."""
+        """Return the number of the memory row that holds each source, and the number of rows.
+
+        After the last gate that reads a source, the row of the source is used for another source.
+        """
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
-            last_read[self.inputs + begin : self.inputs + end] = group  # in case nothing reads it
+            last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
             last_read[self.a[begin:end]] = last_read[self.b[begin:end]] = group
         last_read[: self.inputs] = last_read[self.results] = len(self.groups)
         read_last_by = [[] for _ in range(len(self.groups) + 1)]
@@ -251,7 +257,7 @@ class Netlist:
 
 
 class GateList:
-    """Collects the gates of a netlist, in arrays of gates."""
+    """Collects the gates of a netlist, one array of gates at a time."""
 
     def __init__(self, inputs: int):
         self.inputs, self.sources, self.listed = inputs, inputs, []
@@ -280,16 +286,16 @@ class GateList:
 
 
 class _Builder:
-    """Gates in normal form.
+    """Builds a simplified netlist, in which gates have a normal form.
 
     Nodes are numbered. Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A
     literal is a node or its inversion: `2 node`, or `2 node + 1` if inverted. A gate reads two nodes, the lower one
-    first. It depends on both of them, and is 0 if both are 0. This leaves five functions.
+    first. It depends on both nodes, and is 0 if both are 0. Only five of the 16 functions satisfy this.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
-        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function, first, second
+        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> its function and the two nodes that it reads
         # For each node, the leaves on which it depends, and a truth table with one axis per leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
@@ -298,7 +304,7 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return the literal of a function of two literals."""
+        """Return the literal that equals `function` of the literals a and b. Add a gate if no equal node exists."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace both nodes, or one of them, by the sources that they read, if at most two sources remain.
@@ -309,9 +315,9 @@ class _Builder:
         if leaves != nodes:
             return self.literal(function, 2 * first, 2 * second)
         inverted = function >> 3
-        if function >> 2 == function & 3:  # does not depend on the first
+        if function >> 2 == function & 3:  # does not depend on the first literal
             first = 0
-        if function >> 1 & 5 == function & 5:  # nor on the second
+        if function >> 1 & 5 == function & 5:  # nor on the second literal
             second = 0
         if not (first and second):
             return 2 * (first or second) + inverted

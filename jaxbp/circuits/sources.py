@@ -118,7 +118,8 @@ def check_verilog(op: str, name: str) -> None:
     check_name(op, name, VERILOG_WORDS)
 
 
-# A gate computes a block of words at a time, so that its row numbers are read once per block.
+# The C code computes each gate for a block of words at a time, so that the row numbers of the gate are read once per
+# block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -254,8 +255,9 @@ class Table(NamedTuple):
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      reads, writes: the rows of values from which the rows of sources and of results in `gates` are counted.
-      gates: for each gate, the rows of its result and of its two sources: `(gates, 3)`.
+      reads, writes: the numbers of the rows from which `gates` counts the rows of sources, and the rows of results.
+      gates: for each gate, the number of the row of its result, and the numbers of the rows of its two sources:
+        `(gates, 3)`.
     """
 
     function: int
@@ -269,7 +271,7 @@ class Code(NamedTuple):
 
     Attributes:
       function: the name of the function.
-      reads, writes: the rows of values to which its arguments `const uint32_t *x` and `uint32_t *y` point.
+      reads, writes: the numbers of the rows to which its arguments `const uint32_t *x` and `uint32_t *y` point.
       source: the definition of the function.
     """
 
@@ -291,8 +293,9 @@ def c_of_tables(
     """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table, in order.
 
     Args:
-      rows: the number of rows of values. The inputs are in the first rows. The other rows are 0 at first.
-      outputs: the row of each output, counted from `last`.
+      rows: the number of rows. A row holds one value for all samples of a block. The first rows hold the inputs. The
+        other rows are 0 at first.
+      outputs: for each output, the number of its row, counted from row `last`.
       classes: as in `Circuit.to_c`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
@@ -334,7 +337,8 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """Return a Verilog module that contains these lines, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+    """Return a Verilog module that contains these lines, with the ports `input [inputs-1:0] x` and
+    `output [outputs-1:0] y`.
 
     If `clocked`, the module also has a `clock`.
     """

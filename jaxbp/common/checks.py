@@ -15,18 +15,21 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
-"""The arrays that ops accept. Ops return JAX arrays."""
+"""The types of arrays that ops accept as arguments. Ops return JAX arrays."""
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating array argument of an op. All of these in one signature have the same shape."""
+"""A floating array that is an argument of an op. All arguments with this type in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
-"""A floating array of the same shape, returned by an op."""
+"""A floating array that an op returns, in the shape of its arguments of type `AnyFloats`."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`: a typed key, or a raw one with dtype uint32."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
-    """Return arrays of one floating dtype of at least 16 bits. A bias, `b`, may be None."""
+    """Return the arguments as arrays, after checking that all have one floating dtype of at least 16 bits.
+
+    The argument named `b`, a bias, may be None.
+    """
     arrays = {name: None if a is None and name == "b" else array(op, name, a) for name, a in arguments.items()}
     (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
     for name, a in arrays.items():
@@ -34,7 +37,7 @@ def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
             continue
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
-        if a.dtype.itemsize < 2:  # JAX promotes no float of 8 bits or less
+        if a.dtype.itemsize < 2:  # JAX does not promote floats of 8 bits or less
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants 16 bits or more, say {name}.astype(jnp.bfloat16)")
         if a.dtype != reference.dtype:
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {reference.dtype}, the dtype of {first}")
@@ -62,7 +65,7 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
 
 
 def precision(op: str, value: PrecisionLike) -> PrecisionLike:
-    """Return a precision that `jax.lax.dot` accepts."""
+    """Return `value`, after checking that `jax.lax.dot` accepts it as a precision."""
     both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
@@ -76,14 +79,14 @@ _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorf
 
 
 def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
-    """Return a static int of at least `at_least`."""
+    """Return `value` as an int, after checking that it is a static integer of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
     return int(value)  # a NumPy integer may overflow
 
 
 def boolean(op: str, name: str, value: Any) -> bool:
-    """Return a static boolean."""
+    """Return `value`, after checking that it is a static boolean."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{op}: {name} is {value!r}; wants True or False")
     return bool(value)
@@ -98,14 +101,14 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    """Return why element-wise and reduction kernels do not support the arrays, or None."""
+    """Return why the kernels of element-wise functions and reductions do not support the arrays, or None if they do."""
     if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels do not support the dtypes of the arrays, or None."""
+    """Return why the kernels do not support the dtypes of the arrays, or None if they do."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -130,7 +133,8 @@ def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
 
 
 def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return one, several, or all axes (None) as a sorted tuple, counted from the front."""
+    """Return the axes as a sorted tuple of ints, counted from the front. `axis` is one axis, several axes, or None for
+    all axes."""
     wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
@@ -139,7 +143,7 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """Return a static number in `[low, high]`."""
+    """Return `value` as a float, after checking that it is a static number in `[low, high]`."""
     if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

@@ -34,7 +34,8 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Ar
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return (largest, total), from which a softmax is `exp(a - largest) / total`, in float32 or wider.
+    """Return the largest element and `total = Σ exp(a - largest)` over the axis, in float32 or wider. The softmax is
+    `exp(a - largest) / total`.
 
     Reduced axes have size 1. A softmax computed as `exp(a - logsumexp)` would be less accurate, because the log-sum-exp
     of numbers far from zero is rounded.
@@ -50,7 +51,7 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
     The sum has size 1 along reduced axes. If the exponentials are multiplied by a factor, divide the factor by the sum.
     This takes one division per sum instead of one per element.
 
-    XLA compiles this to one kernel, provided that no code tests whether the largest element is finite.
+    XLA compiles the function to one kernel, provided that the code does not test whether the largest element is finite.
     """
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)
@@ -60,8 +61,8 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
     """Return whether products may run on the tensor cores.
 
-    Products in half precision may. Products of float32 arrays may, rounded to TF32, unless exact products are
-    requested.
+    Products in half precision may run on them. Products of float32 arrays may, too, and are then rounded to TF32,
+    unless the precision requests exact products.
     """
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)

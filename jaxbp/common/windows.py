@@ -13,7 +13,8 @@ Padding = int | tuple[int, int] | str
 
 
 def output_size(input_size, window, *, stride, padding, dilation=(1, 1), **options) -> tuple[int, int]:
-    """Return the number of windows along rows and columns. Other options of a convolution are ignored."""
+    """Return the number of windows along the rows and along the columns. `options`, the other options of a convolution,
+    are ignored."""
     return tuple(
         (size + sum(p) - (f - 1) * d - 1) // s + 1
         for size, f, p, s, d in zip(input_size, window, padding, stride, dilation, strict=True)

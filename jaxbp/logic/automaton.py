@@ -33,14 +33,16 @@ class Automaton:
     - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
       It returns the cell's next channels.
 
-    Make it with `create` or `from_wires`. It is a pytree: an argument of jitted functions, or a constant in them.
+    Make an automaton with `create` or `from_wires`. It is a pytree, which can be an argument of jitted functions or a
+    constant in them.
 
     Attributes:
       perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
       update: the wires of each update layer.
-      order: for each update layer, an order of its gates in which the lanes of a kernel read different banks of shared
-        memory. The first row has the gate at each position of a layer, and the second row has the position of each
-        gate. The order is computed once, on the host, like the wires.
+      order: for each update layer, an order of its gates. If the lanes of a kernel compute the gates in this order,
+        neighboring lanes read different banks of shared memory. The first row has the gate at each position of this
+        order, and the second row has the position of each gate. The order is computed once, on the host, like the
+        wires.
       channels: the number of channels of a cell.
       kernels: the number of perception circuits.
       periodic: whether opposite borders of the grid meet.
@@ -62,7 +64,7 @@ class Automaton:
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """`order`, divided into layers."""
+        """`order`, divided into one array per update layer."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
@@ -160,21 +162,24 @@ class Automaton:
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the index of each perceived bit, in the order in which update reads them.
+    """Return the number of each perceived bit, in the order in which the first update layer reads the bits.
 
-    The index numbers the bits in the order bit, kernel, channel. Update reads them in the order channel, bit, kernel.
+    The bits are numbered in the order bit, kernel, channel. The first update layer reads them in the order channel,
+    bit, kernel.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return `Automaton.order`. If the wires are traced, the gates keep their order."""
+    """Return the array `Automaton.order`. If the wires are traced, their values are unknown, and the gates keep their
+    order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # The bank of a row depends on its number modulo an octet. In `Plan`, too, each layer begins at a multiple of an
-        # octet, and the rows of the last perception layer come after the inputs.
+        # The bank in which a row of shared memory lies depends on the row's number modulo the size of an octet. As in
+        # `Plan`, each layer begins at a multiple of this size, and the rows of the last perception layer come after the
+        # inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -29,19 +29,21 @@ PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
 """The number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
-"""The values of each gate in the rows (0, 0), (0, 1), (1, 0) and (1, 1): `(16, 4)`."""
+"""The truth tables of the 16 functions, `(16, 4)`: the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1)."""
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
 """The matrix from a truth table to c0, c1, c2, c3. Its row r has the coefficients of the function that is 1 in row r of
 the truth table and 0 in the other rows."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
-"""The coefficients c0, c1, c2, c3 of each gate: `(16, 4)`."""
+"""The coefficients c0, c1, c2, c3 of each of the 16 functions: `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """The values of 1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""For each parametrization, the matrix B for which the rows of the truth table are `sigmoid(B parameters)`."""
+"""Maps each parametrization to a matrix B. The values in the four rows of a gate's truth table are
+`sigmoid(B parameters)`."""
 TINY = 1e-20
-"""A number that is added to probabilities before their logarithm. It is small enough not to change a probability near 1
-in float32, and large enough that its products with gradients are not subnormal."""
+"""A number that is added to probabilities before their logarithm is computed, so that it is finite. The number is small
+enough not to change a probability near 1 in float32. It is large enough that its products with gradients are not
+subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -67,8 +69,9 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
     """
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # Subtracting a constant from u does not change `u - Σ p u`. The constant is u of the most probable function. If the
-    # p of this function is nearly 1, its difference `u - Σ p u` would otherwise lose its digits.
+    # Subtracting a constant from u does not change `u - Σ p u`. The constant subtracted here is u of the most probable
+    # function. If the probability of this function is nearly 1, `Σ p u` is nearly its u, and without the subtraction
+    # the difference would lose its digits.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
@@ -77,8 +80,8 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
     """Return the coefficients `(gates, 4)` of gates, given parameters `(gates, 4)` of the rows of their truth tables.
 
-    For "input_wise", a row is the sigmoid of one parameter. For "walsh", it is the sigmoid of `w0 ± w1 ± w2 ± w3`, a
-    sum of 1, A, B and AB with the parameters as weights.
+    For "input_wise", the value of a row is the sigmoid of one parameter. For "walsh", it is the sigmoid of
+    `w0 ± w1 ± w2 ± w3`, a sum of 1, A, B and AB with the parameters as weights.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
@@ -86,7 +89,7 @@ def of_rows(parameters: Array, *, parametrization: str) -> Array:
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return `dparameter = r (1 - r) dr` for "input_wise", or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)` for "walsh".
 
-    Here r is the value of a row of the truth table.
+    Here r is the value of a row of the truth table, and dr the gradient with respect to it.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -98,7 +101,7 @@ def _rows(parameters, parametrization):
 
 
 def _times(a, constant):
-    """Return the product with a small integer matrix, exact up to the rounding of the sum."""
+    """Return the product of a and `constant`, a small integer matrix. Its only error is the rounding of the sums."""
     return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
 
 
@@ -250,7 +253,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
 
 
 def check_tau(op: str, tau: Any) -> None:
-    """Require a number above 0, by which scores are divided."""
+    """Require that tau, by which scores are divided, is a number above 0."""
     if not checks.is_number(tau) or not tau > 0:
         raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 

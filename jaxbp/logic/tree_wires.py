@@ -22,12 +22,12 @@ class TreeWires:
     two leaves: leaf 2 g as its a, and leaf 2 g + 1 as its b. At each further level, it reads the gates 2 g and 2 g + 1
     of the level before. The last gate is the root.
 
-    Make it with `random` or `from_leaves`, once, on the host. It is a pytree: an argument of jitted functions, or a
-    constant in them.
+    Make the wires once, on the host, with `random` or `from_leaves`. They are a pytree, which can be an argument of
+    jitted functions or a constant in them.
 
     Attributes:
       leaves: for each leaf of each kernel, the channel, and the row and column in the window, that it reads; int32.
-      readers: the leaves that read each input channel, one channel after the other. Leaf l of kernel k has the number
+      readers: the numbers of the leaves, sorted by the input channel that they read. Leaf l of kernel k has the number
         `k 2^depth + l`.
       reader_offsets: the index in `readers` at which each channel begins, and the index at which the last channel ends.
       channels: the number of channels of the input.
@@ -131,15 +131,15 @@ class TreeWires:
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Leaves of different channels alternate, so that the surplus leaves that are cut off belong to different
-        # channels.
+        # Leaves of different channels alternate. The surplus leaves at the end, which are cut off, then belong to
+        # different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
 
 
 def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
-    """Return rows with the numbers from 0 to count - 1, each row in a random order."""
+    """Return `rows` rows. Each row has the numbers from 0 to count - 1 in a random order."""
     return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
 
 
@@ -152,6 +152,6 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
         if not repeated.any():
             return chosen
         for kernel in np.flatnonzero(repeated):
-            # Exchange one of its channels with a channel of another kernel.
+            # The kernel has one channel twice. Exchange one of the two with a channel of another kernel.
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]

@@ -18,10 +18,10 @@ from jaxbp.common import checks
 class Wires:
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The wires are also listed by input, so that the gradient of an input is a sum over its consumers. A consumer is a
-    gate in one of two roles. Consumer 2 g is gate g that reads the input as its a, and consumer 2 g + 1 is gate g that
-    reads it as its b. The consumers of input i are `consumers[offsets[2 i] : offsets[2 i + 2]]`. Consumers with even
-    numbers come first, up to `offsets[2 i + 1]`.
+    The wires are also listed by input, because the gradient with respect to an input is a sum over its consumers. A
+    consumer is a gate together with one of its two roles, a or b. Consumer 2 g is gate g that reads the input as its a,
+    and consumer 2 g + 1 is gate g that reads it as its b. The consumers of input i are
+    `consumers[offsets[2 i] : offsets[2 i + 2]]`. Consumers with even numbers come first, up to `offsets[2 i + 1]`.
 
     The constructors `from_pairs`, `random`, `unique` and `moore` make wires and lists once, on the host. The dataclass
     constructor does not check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in
@@ -30,14 +30,19 @@ class Wires:
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
       consumers: the consumers of all inputs, one input after the other.
-      partners: for each consumer, the other input of its gate.
-      offsets: the index in `consumers` at which each role of each input begins, and the index at which the last ends.
-      trail: three rows with the gates in another order, and their a and b. Most neighbors in this order, the trail,
-        share an input. Kernels follow the trail, because an input is then often still in the cache.
-      trail_inputs: the inputs in the order in which the trail first reaches them. Most neighbors share a gate.
-      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Among
-        the consumers of an input, the consumers by which the trail leaves the input come first.
-      trail_places: for each gate, the index in `trail_consumers` of the consumer by which the trail reaches the gate.
+      partners: for each consumer, the input that its gate reads in the other role.
+      offsets: for each input and each role, the index in `consumers` at which the consumers of the input in this role
+        begin. One more element has the length of `consumers`.
+      trail: three rows: the gates in another order, called the trail, and the inputs a and b of each of these gates. In
+        this order, most neighboring gates share an input. Kernels compute gates in this order, because an input is then
+        often still in the cache.
+      trail_inputs: the inputs in the order in which the trail first reaches them. In this order, most neighboring
+        inputs are read by the same gate.
+      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Each
+        gate of the trail leads from one of its inputs to the other. Among the consumers of an input, the gates that
+        lead away from the input come first.
+      trail_places: for each gate, the index in `trail_consumers` of the consumer that has the role of the input from
+        which the gate leads.
       inputs: the number of inputs, including those that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
@@ -63,7 +68,7 @@ class Wires:
     def regular(self) -> bool:
         """Whether all inputs have equally many consumers.
 
-        If this number is even, the trail leaves each input by half of its consumers.
+        If this number is even, half of the consumers of each input lead away from it in the trail.
         """
         return self.inputs * self.max_fan_out == 2 * self.gates
 
@@ -94,7 +99,7 @@ class Wires:
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each per gate")
         if a.size == 0:
             raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
-        reads = np.stack([a, b], axis=1).ravel()  # the input that consumer 2 g + role reads
+        reads = np.stack([a, b], axis=1).ravel()  # the input that gate g reads in this role
         # Sort by input and role.
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
@@ -160,7 +165,7 @@ class Wires:
                 f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most {pairs} gates, not {gates}"
             )
         random = np.random.default_rng(seed)
-        if 4 * gates > pairs:  # random draws would seldom give a new pair
+        if 4 * gates > pairs:  # random draws would seldom give a pair that has not been drawn
             a, b = np.concatenate([_every_input_once(inputs, random), _every_pair_once(inputs, random)], axis=1)
             kept = np.sort(_first_of_each_pair(a, b))[:gates]
             a, b = a[kept], b[kept]
@@ -188,12 +193,13 @@ class Wires:
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gates and the inputs in orders in which most neighbors are connected.
+    """Return the gates and the inputs in new orders. In these, most neighboring gates share an input, and most
+    neighboring inputs share a gate.
 
-    Gates are the edges of a graph whose nodes are inputs. A walk continues along any gate that is not yet taken. If
-    there is none, the next walk begins at the same start, or at the next input that still has a gate. If all inputs
-    have an even number of consumers, every walk ends where it began. It then leaves each input as often as it reaches
-    it.
+    Gates are the edges of a graph whose nodes are inputs. A walk goes from input to input along gates that no walk has
+    taken yet. It ends at an input that has no such gate. The next walk begins where the last one began, or at the next
+    input that has a gate not yet taken. If all inputs have an even number of consumers, every walk ends where it began.
+    It then leaves each input as often as it reaches the input.
 
     Returns:
       Two arrays. The first has 2 g for each gate g, in the order of the walks, if the walk goes from its a to its b,
@@ -203,7 +209,8 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
     taken, left_by, inputs = set(), [], {}
 
     def walk(i):
-        """Take gates, starting at input i, until no gate is left. Return whether any gate was taken."""
+        """Walk from input i along gates that are not yet taken, until the current input has none. Return whether any
+        gate was taken."""
         begun = len(left_by)
         while True:
             inputs.setdefault(i)
@@ -223,7 +230,8 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return pairs in which every input occurs once. If their number is odd, one occurs twice."""
+    """Return the pairs as two arrays. Every input occurs once in them. If the number of inputs is odd, one input occurs
+    twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
@@ -231,7 +239,8 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the index at which each pair first occurs, in either order."""
+    """Return, for each different pair, the index at which it first occurs. The order of a and b in a pair does not
+    count."""
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
 
@@ -249,7 +258,7 @@ def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) 
 
 
 def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return all pairs in random order."""
+    """Return all pairs of different inputs in random order."""
     pairs = np.stack(np.triu_indices(inputs, 1))
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
 

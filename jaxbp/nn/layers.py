@@ -17,8 +17,10 @@ from jaxbp.pairing import Implementation
 
 
 def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Return a parameter drawn uniformly within ±1/sqrt(fan_in). The first outputs then have a third of the inputs'
-    variance."""
+    """Return a parameter drawn uniformly within ±1/sqrt(fan_in).
+
+    Before training, the variance of a layer's outputs is then a third of the variance of its inputs.
+    """
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
 
 

@@ -105,7 +105,7 @@ class LeNet(nnx.Module):
                 keep(f"pool{i}.indices", indices)
             else:
                 x = relu(conv(x), implementation=implementation)
-                keep(f"pool{i}.input", x)  # relu's backward reads it
+                keep(f"pool{i}.input", x)  # the backward of ReLU reads it
                 x, indices = max_pool2d_with_indices(x, 2, implementation=implementation)
                 keep(f"pool{i}.indices", indices)
         return flatten(x)

@@ -43,7 +43,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates, with their parameters, their fixed wires, and `harden`.
+    """Base class of layers of gates. It has the parameters of the gates, their fixed wires, and the method `harden`.
 
     Args:
       wires: the wires of the gates.

@@ -6,14 +6,16 @@ from jaxbp.common import checks
 from jaxbp.pairing import DefaultImplementation, Pair
 
 XLA_ON_GPU = DefaultImplementation(gpu="xla")
-"""For formulas that XLA fuses into their neighbors. A kernel would prevent the fusion."""
+"""The default for formulas that XLA fuses with the operations before and after them. A kernel would prevent the
+fusion."""
 AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
-"""For ops whose autodiff gradient is faster on a CPU. Autodiff keeps an exponential that the formula computes again."""
+"""The default for ops whose gradient by autodiff is faster on a CPU. Autodiff keeps an exponential from the forward,
+which the formula of the backward computes again."""
 AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
-"""For ops whose autodiff gradient is faster on a GPU if forward and backward are in one program."""
+"""The default for ops whose gradient by autodiff is faster on a GPU, if forward and backward are in one program."""
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
-"""For ops whose autodiff gradient is faster on GPUs and CPUs."""
+"""The default for ops whose gradient by autodiff is faster on both GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
-"""A `Pair` of formulas that XLA fuses with neighboring operations. Its kernels compute element-wise functions or sums
-of them."""
+"""Make a `Pair` of formulas that XLA fuses with the operations before and after them. Under "pallas", its kernels
+compute element-wise functions, or sums of element-wise functions."""

@@ -26,7 +26,7 @@ def floats(tree: Any) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Positional arguments as a flat list of arrays.
+    """The positional arguments of a function, as a flat list of arrays.
 
     Attributes:
       names: the name of each array: the parameter's name, and the path within a pytree.
@@ -68,7 +68,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function of the floating arrays, with its floating results as a list."""
+        """Return `function` as a function of only the floating arrays, which returns its floating results as a list."""
 
         def call(*values):
             values = iter(values)
@@ -78,12 +78,12 @@ class Arguments:
 
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
-    """Return the arrays in the positional arguments of `function`, with their names."""
+    """Return the positional arguments of `function` as `Arguments`: their arrays, with names."""
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
     for (position, *way), a in paths:
-        way = [key for key in way if getattr(key, "name", None) != "value"]  # the field of a Flax NNX variable
+        way = [key for key in way if getattr(key, "name", None) != "value"]  # the only field of a Flax NNX variable
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
@@ -106,7 +106,8 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its default implementation bound, if it does not know the implementation "autodiff".
+    """Return `function` with the default of its parameter `implementation` bound, if it has this parameter but no
+    implementation "autodiff".
 
     The `implementation=` of a function from another library may have other meanings.
     """
@@ -121,7 +122,7 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
         default = functools.partial(function, implementation=None)
         try:
             jax.eval_shape(arguments.of_floats(bind(default, None, options)), *arguments.floats)
-        except Exception:  # something else is wrong, which the check reports
+        except Exception:  # the check reports any other error
             return function
         return default
     return function

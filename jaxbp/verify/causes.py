@@ -5,7 +5,8 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""A factor that differs from 1 by less than this fraction is described in percent."""
+"""If a wrong gradient differs from the right one by a factor within this fraction of 1, the text gives the difference
+in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
@@ -39,7 +40,8 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _factor(a, e):
-    """Return the factor between two arrays in words; empty if there is none."""
+    """Return in words the factor by which all elements of `a` differ from those of `e`; empty if there is no such
+    factor."""
     size = float(e @ e)
     factor = float(a @ e) / size if size else 0.0
     off = abs(factor - 1)

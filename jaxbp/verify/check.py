@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""The largest number of constants of a program that are tried as kinks."""
+"""The largest number of constants of a program at which the check looks for kinks."""
 
 
 def check(
@@ -154,7 +154,8 @@ def check(
 
 
 def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[str, Any]]]:
-    """Yield each case once: its name, arguments and options. The user's case comes first."""
+    """Yield the name, the arguments, and the options of each case. The user's arguments and options come first, as a
+    case with an empty name. Repeated cases are left out."""
     arguments = take_apart(op, args)
     yield "", arguments, options
     seen = [(args, {**options})]

@@ -24,28 +24,29 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""Calls in one timed program on a GPU, so that the device need not wait for the host between them."""
+"""The number of calls in one timed program on a GPU. Between these calls, the device does not wait for the host."""
 
 KINDS = ("value", "gradient", "hessian product")
 BAR_WIDTH = 60
 """The width of a page's longest bar, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""For each dtype, the relative difference that the order of a sum may cause."""
+"""Maps a dtype to the relative difference between two results that may come from adding numbers in another order."""
 TF32 = 1e-2
 """The relative difference that is allowed on a GPU, where tensor cores round products if no precision is requested."""
 AS_FAST = 1.05
 """Times whose ratio is below this count as equal, because of run-to-run noise."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this fraction of the time, the host limits the time."""
+"""The host waits while the device is busy. If it waits for less than this fraction of the time, the measured time is
+limited by the host."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between a result and the reference's result.
+    """The difference between one array that an implementation computes and the array that the reference computes.
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of the result, or of the argument with respect to which the derivative is taken.
+      name: the name of a result, or for a derivative the name of the argument with respect to which it is taken.
       absolute: the largest difference of an element; infinite where only one of the two is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
@@ -87,8 +88,8 @@ class Measured:
     Attributes:
       gradients: the program of the value and the gradients.
       hessian_product: the program of the gradients' derivative along a direction; None if not requested.
-      failed: the reason why everything, or only the Hessian product, is missing.
-      missing: whether it failed because the function has no such implementation, such as a kernel.
+      failed: why all programs, or only the Hessian product, could not be computed; else None.
+      missing: whether the implementation failed because the function has no implementation of this name.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
     """
 
@@ -102,7 +103,7 @@ class Measured:
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
-        """The programs that ran, each with the kind of its results, one of `KINDS`."""
+        """The programs that ran, each with the kind of the derivatives that it computes, one of `KINDS`."""
         both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
         return [(kind, program) for kind, program in both if program is not None]
 
@@ -111,7 +112,7 @@ class Measured:
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """Return the difference of a kind that has the largest relative value."""
+        """Return the difference with the largest relative value, among the differences of this kind."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         return max(of_kind, key=lambda difference: difference.relative, default=None)
 
@@ -332,10 +333,11 @@ def compare(
 
 
 def _programs(function: Callable, arguments: Arguments, chosen: Sequence[int]) -> tuple[Callable, Callable, Callable]:
-    """Return a function of gradients, and two functions of the Hessian's product with a direction.
+    """Return three functions: one that computes gradients, and two that compute the product of the Hessian and a
+    direction.
 
-    They are `(leaves, cotangents) -> (results, gradients)` and, twice, `(leaves, cotangents, direction) -> product`.
-    The first product is forward over reverse, and the second one is reverse over reverse.
+    The first is `(leaves, cotangents) -> (results, gradients)`. The other two are
+    `(leaves, cotangents, direction) -> product`, by forward over reverse mode, and by reverse over reverse mode.
     """
 
     def of_chosen(leaves, function):
@@ -382,7 +384,7 @@ def _one_after_another(function: Callable, calls: int, results: Any, *arguments:
     """Call `function` several times in sequence, with the same arguments, and return the last results."""
 
     def call(before, _):
-        # The barrier keeps XLA from merging calls, and from starting one before the previous one ends.
+        # The barrier prevents XLA from merging calls, and from starting a call before the previous call ends.
         given, _ = lax.optimization_barrier((arguments, before))
         return function(*given), None
 
@@ -409,7 +411,8 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """Return, as text, the smallest and the largest ratio of the times of two rounds, one per program."""
+    """Return, as text, the range of the ratio of the two programs' times, if each program's time is taken from any of
+    its rounds."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

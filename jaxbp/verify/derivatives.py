@@ -1,4 +1,4 @@
-"""Compile a function's value, its gradients, and their derivatives as one program each."""
+"""Compile one program for a function's value and gradients, and one for each higher order of derivatives."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,10 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
     """Return `(values, cotangents, directions) -> derivative`.
 
     The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. Here y are the results and c
-    the cotangents. At order 2 it is the Hessian times a direction. The square makes dy depend on y, so the backward is
-    also differentiated with respect to dy, even if the op is linear. The mode is forward over reverse. With `reverse`,
-    it is reverse over reverse, which a backward needs if it has a hand-written backward.
+    the cotangents. At order 2 it is the Hessian times a direction. Because of the square, dy depends on y. The backward
+    is therefore also differentiated with respect to dy, even if the op is linear. The mode is forward over reverse.
+    With `reverse`, it is reverse over reverse. A backward needs this mode if it has a hand-written backward itself,
+    because this has no forward mode.
     """
 
     def gradient(values, cotangents):
@@ -82,7 +83,7 @@ class Derivatives:
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the gradient of `Σ c (y + y²/2)` at order 1, and its derivatives at higher orders."""
-        if order == 1:  # the program of the gradients suffices
+        if order == 1:  # at order 1, the program of the gradients suffices
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
         for reverse in self._modes:
@@ -96,9 +97,10 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the uncompiled program for an order. A derivative of an order above 1 must have been computed before.
+        """Return the program for an order, not compiled. For an order above 1, the derivative must have been computed
+        before, because this selects the mode.
 
-        Below order 2, and without the square, the program returns both results and gradients.
+        For orders 0 and 1, without the square, the program returns both the results and the gradients.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -15,7 +15,7 @@ from jaxbp.verify.derivatives import Arrays, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""Up to `STEPS` step sizes are tried. Each step size is the previous one divided by `STEP_DIVISOR`."""
+"""At most `STEPS` step sizes are tried. Each step size is the previous one divided by `STEP_DIVISOR`."""
 AT_ONCE = 256
 """The number of elements whose slopes are computed in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
@@ -28,12 +28,13 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
 
     Attributes:
-      central: the slopes between one step below the element and one step above it.
-      low, high: sums over the results. Each result has two one-sided slopes, of which `low` adds the smaller one, and
-        `high` adds the larger one.
-      right, left: the one-sided slopes of `Σ c y`.
+      central: the slopes between two points, at which the element is one step smaller and one step larger.
+      low, high: bounds of the slopes. Each term of `Σ c y` has a slope on either side of the element's value. `low` is
+        the sum of the smaller one of these two slopes over all terms, and `high` is the sum of the larger one.
+      right, left: the slopes of `Σ c y` for steps that make the element larger, and for steps that make it smaller.
       noise: the rounding error of the slopes, counting only results that change with the element.
-      noise_of_all: the rounding error, counting all results. A result may depend on the element too little to change.
+      noise_of_all: the rounding error of the slopes, counting all results. A result may depend on the element so little
+        that a step does not change it.
     """
 
     central: np.ndarray
@@ -49,7 +50,8 @@ class Differences:
     """Computes differences of `Σ c y` with respect to single elements of the arguments.
 
     Args:
-      moved: `(values, base) -> results`, the function at `values`. Arguments of `stop_gradient` are computed at `base`.
+      moved: `(values, base) -> results`, which computes the function at `values`, but the arguments of `stop_gradient`
+        at `base`.
       eps: the relative rounding error of the results.
     """
 
@@ -59,12 +61,13 @@ class Differences:
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
-        """Return the slopes with respect to the elements of one argument at flat indices, with one step per element."""
+        """Return the slopes with respect to some elements of one argument. `indices` has their flat indices, and
+        `steps` has one step size per element."""
         x, size, found = values[argument].ravel()[indices], min(AT_ONCE, values[argument].size), []
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
             for start in range(0, len(indices), AT_ONCE):
-                # Every call has the same size, so that one compiled program serves all of them.
+                # Every call has the same number of elements, so that one compiled program serves all calls.
                 call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
                 slopes = self._slopes(list(values), list(cotangents), masks, *call)
                 found.append(np.stack(slopes)[:, : len(indices) - start])
@@ -76,7 +79,7 @@ class Differences:
         largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
 
         def with_element(index, value):
-            # All arguments take part, so that one compiled program serves each of them.
+            # Masks select the argument whose element is moved, so that one compiled program serves all arguments.
             return [
                 jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
                 for a, mask in zip(values, masks, strict=True)
@@ -100,22 +103,22 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the expected gradient, where finite differences contradict autodiff, and where they confirm it.
 
-    An element is confirmed if its slope equals autodiff's with any step size. Larger steps may cross a kink or be too
-    coarse, and smaller steps may show only rounding.
+    An element is confirmed if, with any step size, its slope equals the gradient by autodiff. Other step sizes may
+    fail: a large step may cross a kink or be too coarse, and a small step may show only rounding errors.
 
-    An element is contradicted if the slopes with two successive step sizes agree with each other, if the left and the
-    right slope agree, and if they differ from autodiff. The slope is then expected.
+    An element is contradicted if three conditions hold: the slopes with two successive step sizes agree, the left and
+    the right slope agree, and they differ from the gradient by autodiff. The slope is then the expected value.
 
-    Otherwise, such as at a kink, finite differences decide nothing, and autodiff is expected. They also decide nothing
-    if rounding explains the difference from autodiff. A rounded function is constant or linear over short distances, so
-    that wrong slopes can agree with each other.
+    Otherwise, such as at a kink, finite differences decide nothing, and the gradient by autodiff is the expected value.
+    They also decide nothing if rounding explains the difference from autodiff. A rounded function is constant or linear
+    over short distances, so that wrong slopes can agree with each other.
 
     Args:
       autodiff: the gradient by autodiff, flat.
       steps: the largest step of each element.
-      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
+      look: `(which, steps) -> Slopes`, a function that returns the slopes of the elements with the indices `which`.
       error: returns the rounding error of `Σ c y`.
-      rtol: the relative difference of slopes that are equal.
+      rtol: the relative difference up to which two slopes count as equal.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None

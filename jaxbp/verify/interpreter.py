@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""Primitives that run one inner program with the same arguments."""
+"""The names of primitives that call one inner program, with the arguments of the equation."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
-"""`rule(equation, inputs) -> results`."""
+"""`rule(equation, inputs) -> results`, a function that computes the results of an equation from the values of its
+inputs."""
 
 
 def is_program(value: Any) -> bool:
@@ -25,14 +26,14 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the program that a call runs, or None."""
+    """Return the inner program that an equation calls, or None if the equation is not a call (`CALLS`)."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program, including its inner programs."""
+    """Yield the equations of a program and of the programs inside its equations, such as the body of a loop."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -41,11 +42,11 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program.
+    """Return the results of a program, evaluated by a rule.
 
     Args:
       program: a `Jaxpr` or `ClosedJaxpr`.
-      constant: turns a constant of the program into a value.
+      constant: a function that converts a constant of the program to the form of values that the rule takes.
     """
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
@@ -58,7 +59,7 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Return the results of one equation, with some of its parameters changed."""
+    """Return the results of one equation, as its primitive computes them, with some of its parameters changed."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
     return list(results) if primitive.multiple_results else [results]
@@ -102,7 +103,7 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
 
 
 def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
-    """Return `function` with the rule applied to its equations. It is traced when it is called."""
+    """Return a function that traces `function` when it is called, and evaluates its equations by the rule."""
 
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -113,7 +114,8 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules, so that JAX differentiates the code inside."""
+    """Return `function` without its custom derivative rules. JAX then differentiates the code to which the rules were
+    attached."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -148,7 +150,8 @@ def _with_inner(equation):
 
 
 def _scan_sizes(params):
-    """Return how many constants and carried values a scan has. JAX 0.12 keeps them in a tree."""
+    """Return the number of constants and the number of carried values of a scan. In JAX 0.12, the parameters of the
+    equation have these numbers in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

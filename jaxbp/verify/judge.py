@@ -3,7 +3,7 @@
 Each number of a result is compared with its expected number, computed in float64. It passes if the difference is within
 the tolerance of its dtype. Otherwise it passes if one of these conditions holds, which are tested in this order:
 
-- Autodiff of the forward in the same dtype gives the same number, or overflows.
+- Autodiff of the forward in the same dtype gives the same number, or it overflows.
 - The number's error is at most four times autodiff's error against float64, measured on three slightly different data
   sets. Or its error is at most four times the change that random roundings make in the gradient by autodiff
   (`jaxbp.verify.rounding`).
@@ -35,20 +35,23 @@ FACTOR_ELEMENTS = 8
 """The least number of elements of an array for which a common factor counts as a mistake. In fewer elements, rounding
 can look like a common factor."""
 MOST = 32
-"""The largest number of elements per argument that `_around` moves one by one."""
+"""The largest number of elements per argument that `_around` moves further than all other elements, each in separate
+points."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`. It divides the op's results into at most `PARTS` parts, and into fewer if the
-gradients of all parts would have more than `NUMBERS` elements. It computes them with `RUNS` sets of other roundings."""
+"""Limits of `_decided_by_rounding`. This method divides the op's results into at most `PARTS` parts, and into fewer
+parts if the gradients of all parts would have more than `NUMBERS` elements. It computes these gradients with `RUNS`
+sets of other roundings."""
 ROUNDINGS = 16
-"""The largest distance of a kink near the data, in roundings of an argument's largest element."""
+"""The largest distance at which a kink counts as near the data, as a number of roundings of an argument's largest
+element."""
 NEIGHBOURS = 16
-"""The number of random points around the data. A kink is found if their gradients differ."""
+"""The number of random points around the data. If the gradients at these points differ, there is a kink."""
 KINK_RTOL = 1e-12
 """The largest distance of a kink that counts as exactly at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
-`KINKS_LOOKED_AT` elements are tested for jumps. There are fewer if the number of tested elements, times the number of
-halvings, times the number of elements of all arguments, would exceed `WORK`."""
+"""A gradient counts as jumping if it changes over a distance of only `KINK_WIDTH` times an argument's largest element.
+At most `KINKS_LOOKED_AT` elements are tested for jumps. There are fewer if the number of tested elements, times the
+number of halvings, times the number of elements of all arguments, would exceed `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +190,8 @@ class Judge:
         return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
-        """Return where the part of the i-th gradient that comes from a single result exceeds the range of the dtype.
+        """Return for which elements of the i-th gradient a part that comes from a single result of the op exceeds the
+        range of the dtype.
 
         An implementation may add these parts in any order. Their sum may become infinite or NaN even if they cancel.
         """
@@ -200,15 +204,17 @@ class Judge:
         return beyond
 
     def _precision_of(self, dtype):
-        """Return the name of the dtype whose tolerance applies."""
+        """Return the name of the dtype whose tolerance applies: `self.precision` if it has a larger rounding error,
+        else `dtype`."""
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         narrow = self.precision is not None and self.precision.name in self.tolerances
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """Return the error of autodiff, in the dtype of the arguments, against float64.
+        """Return the rounding error of autodiff in the dtype of the arguments, compared with float64.
 
-        It is the median, over data sets near the point, of the largest error in the i-th array.
+        For each of several data sets near the point, the largest error of an element of the i-th array is computed. The
+        result is the median of these errors.
         """
         autodiff = self.autodiff
         if autodiff is None:
@@ -226,7 +232,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return where `a` has a correct slope at a kink, the reason, and a hint.
+        """Return which elements of `a` are correct slopes at a kink, the reason why they pass, and a hint.
 
         A slope is correct if it lies between the slopes on the two sides of the kink. The hint describes a kink at
         which `a` is wrong. It is None if there is none.
@@ -280,7 +286,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return where the i-th gradient could come from autodiff with other roundings.
+        """Return which elements of the i-th gradient could come from autodiff with other roundings.
 
         The results are divided into parts, and the gradient of each part is compared separately. It must lie within the
         range of the gradients that autodiff computes with different roundings.
@@ -296,7 +302,7 @@ class Judge:
             settings = dict(dtype=dtype, roundings=ALLOWED, runs=RUNS)
             try:
                 self._otherwise = point, self.reference.rounded_otherwise(point.values, parts, **settings)
-            except NotImplementedError:  # the program cannot be vectorized
+            except NotImplementedError:  # `vmap` does not support the program
                 return np.zeros(a.shape, bool)
         fine, whole = np.ones(a.shape, bool), np.zeros(a.shape)
         for k in range(count):
@@ -306,7 +312,8 @@ class Judge:
             limits = [_limit(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # If a gradient is missing from one argument, it must appear in another one.
+            # The sum over the gradients with respect to all arguments must be right, too: what is missing from one must
+            # appear in another.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -314,7 +321,8 @@ class Judge:
         return fine & (_compare(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return nearby points, and the i-th gradient at each of them and, as the last one, at the point itself.
+        """Return points near the given point, and an array with the i-th gradient at each of them. Its last element is
+        the gradient at the given point itself.
 
         A nearby point moves each element by at most the fraction `share` of its argument's largest element. At some
         points, one element moves further up or down than all others, so that a tie is broken in its favor or against
@@ -343,7 +351,10 @@ def within(a: Any, e: Any, tolerance: Tolerance) -> bool:
 
 
 def _excused(wrong, fine, reason, why):
-    """Return `wrong` without the elements that are `fine`, and the reason why these pass, which is `why`."""
+    """Return the mask `wrong` without the elements in the mask `fine`, and a reason.
+
+    The reason is `why` if an element was removed, else the given `reason`.
+    """
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
@@ -360,7 +371,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return where the sums of a gradient along each axis are correct.
+    """Return for which elements of a gradient the sums along each axis are correct.
 
     A tie may divide the gradient among equal elements, but it must divide all of it. The sums must therefore lie within
     the range of the sums of the gradients `found` at nearby points. If those sums differ, the range is extended by
@@ -380,7 +391,7 @@ def _limit(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 
 
 def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the differences divided by the allowed differences, and the differences themselves."""
+    """Return the difference of each element divided by its allowed difference, and the difference itself."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))

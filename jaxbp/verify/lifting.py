@@ -1,8 +1,8 @@
 """Evaluate a program in float64 although it computes in a narrower dtype.
 
-A function may convert its float64 arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. A finite
-difference would then move them by less than one rounding. `lifted` evaluates the same program with every floating
-number in float64.
+A function may convert its float64 arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. The steps
+of finite differences would then be lost, because they are smaller than one rounding in float32. `lifted` evaluates the
+same program with every floating number in float64.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jax import lax
 from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
-"""Primitives whose code takes only the dtypes that it was traced with."""
+"""The names of primitives that run code for fixed dtypes, those with which it was traced. It cannot run in float64."""
 
 
 class CannotLiftError(NotImplementedError):
-    """A program computes in a narrow dtype where the dtype cannot be replaced."""
+    """A program cannot run in float64, because a part of it computes in a narrower dtype that cannot be replaced."""
 
 
 def lifted(function: Callable) -> Callable:
@@ -43,7 +43,8 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of all floating values that depend on the variables `moved`, and add the values to `moved`."""
+    """Return the dtypes of all floating values in a program that depend on the variables `moved`. Add the variables of
+    these values to the set `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
@@ -91,7 +92,7 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """Return a parameter with its dtypes, and the dtypes of programs in it, replaced by wide ones."""
+    """Return a parameter of an equation with every floating dtype replaced by float64, also in inner programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

@@ -29,7 +29,7 @@ pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
 
 
 def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    """Return the page: the verdict, the notes, and the parts, which are HTML elements."""
+    """Return the page as HTML. It has the title, the verdict, the notes, and then `parts`, which are HTML elements."""
     lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -14,7 +14,8 @@ EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 """The names of the data that a check adds to the user's data."""
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A number that is subnormal in float32 and bfloat16, and a slightly larger number than the least normal one."""
+"""Two numbers: one that is subnormal in float32 and bfloat16, and one that is slightly larger than the smallest normal
+number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Point:
     Attributes:
       name: the name in reports.
       values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
-      of: the index of the tested argument, if the point tests a single argument; else None.
+      of: the index of the argument whose elements were changed, if only one argument was changed; else None.
       kinks: whether some numbers lie exactly where the op may have a kink.
       maybe_undefined: whether the op may be undefined at this data. Expected numbers that are not finite are then
         ignored.
@@ -87,7 +88,10 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point where one array replaces all arguments in `same`: the array with the smallest range."""
+    """Return a point where one array is passed as all arguments with the indices `same`.
+
+    It is the value of one of these arguments, the one with the narrowest range, because it must suit all of them.
+    """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -101,9 +105,10 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield points at which elements of the i-th argument are at kinks.
+    """Yield copies of the point in which some elements of the i-th argument equal a kink.
 
-    Each kink occurs twice if the array is large enough. At the second position, other arguments of its shape are 0.
+    If the argument has enough elements, each kink is put at two positions. At the second position, all other arguments
+    of the same shape are set to 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -131,7 +136,11 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Return the array with three elements replaced by -0 and by subnormal numbers, with the signs that occur in it."""
+    """Return the array with three elements replaced by -0, a subnormal number, and its negative.
+
+    A sign that does not occur in the array is not used. Where subnormal numbers count as 0, slightly larger numbers are
+    used.
+    """
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -155,7 +164,8 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return numbers from 3 to 300 with the array's signs, or the array itself if it is within [0, 1]."""
+    """Return random numbers from 3 to 300 with the signs of the array's elements. If all elements are in [0, 1], return
+    the array itself."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

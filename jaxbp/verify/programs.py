@@ -17,8 +17,8 @@ class Programs:
     """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype.
 
     Args:
-      change: a transformation of the implementation's function.
-      compiling: options of `Derivatives`.
+      change: a transformation that is applied to the implementation's function.
+      compiling: arguments of `Derivatives`.
     """
 
     def __init__(

@@ -4,11 +4,12 @@ import sys
 import time
 
 SILENT, EVERY = 1.0, 0.2
-"""Seconds before the first line, and seconds between lines."""
+"""The seconds before the first line is shown, and the least number of seconds between two lines."""
 
 
 class Progress:
-    """Shows a line on stderr, if it is a terminal, after one second. The line is erased at the end.
+    """Shows the progress in one line on stderr, if stderr is a terminal. The first line appears after one second. The
+    line is erased at the end.
 
     Args:
       name: the beginning of the line.

@@ -28,8 +28,8 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""The largest number of elements per gradient, among those that are not finite, for which finite differences are tried.
-"""
+"""The largest number of elements per gradient that are recomputed by finite differences because autodiff gives infinity
+or NaN for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,10 @@ class Expected:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
       against: how the arrays were computed.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: where finite differences contradict autodiff. There, `arrays` has the finite differences.
-      undecided: where autodiff is not finite and finite differences do not decide; None if there is no such element.
+      contradicted: one mask per array, true where finite differences contradict autodiff. There, `arrays` has the
+        finite differences.
+      undecided: one mask per array, true where autodiff is not finite and finite differences decide nothing; None if
+        there is no such element.
     """
 
     order: int
@@ -99,9 +101,10 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return a transformation that lifts the program to float64.
+        """Return a transformation with which the program computes in float64 (`lifting.lifted`).
 
-        If it cannot be lifted, return the identity, and take steps that the narrow dtype can resolve.
+        If the program cannot compute in float64, return a transformation that changes nothing. The steps of finite
+        differences are then made so large that the narrower dtype does not lose them.
         """
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
@@ -122,7 +125,7 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        """The derivatives of the function without its custom rules."""
+        """The derivatives of the function, with its custom derivative rules removed."""
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
@@ -139,8 +142,8 @@ class Reference:
     ) -> tuple[Expected, Expected]:
         """Return the expected values and the expected gradients. Finite differences confirm the gradients.
 
-        They move about `most` elements per argument. `steps` has one step per argument. None means a step in proportion
-        to the argument's largest element.
+        Finite differences move about `most` elements per argument. `steps` has one step size per argument. None means a
+        step size in proportion to the argument's largest element.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -220,7 +223,7 @@ class Reference:
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
-        """Return the same as `derivative`, without the function's custom rules."""
+        """Return the same as `derivative`, but for the function without its custom derivative rules."""
         if self.independent:
             return self.derivative(order, values, cotangents, directions)
         with float64():
@@ -229,7 +232,8 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding to a dtype moves the results of `derivative` for an order."""
+        """Return, for each element of the result of `derivative`, how far it moves if the arithmetic is rounded to
+        `dtype`."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -239,10 +243,12 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients without and with other roundings. Each array has the shape `(1 + runs, parts, ...)`.
+        """Return the gradients, computed once with the actual roundings and `runs` times with random other roundings.
+
+        Each array has the shape `(1 + runs, parts, ...)`.
 
         Args:
-          parts: one array per result, with one cotangent per part along the first axis.
+          parts: the cotangents: one array per result of the op, with one cotangent per part along its first axis.
           settings: the settings of `rounding.rounded_otherwise`.
         """
 
@@ -264,11 +270,12 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return the jumps of elements of the i-th derivative between the values and the ends.
+        """Return by how much elements of the i-th derivative jump between the point `values` and the points `ends`.
 
-        `indices` has the flat indices of the elements, and `ends` has one point per element. The interval from the
-        values to this point is halved `halvings` times, and the half with the larger change is kept. Over such a short
-        interval, the derivative of a smooth function hardly changes. At a kink, it changes by its jump.
+        `indices` has the flat indices of the elements, and `ends` has one point per element. The interval between
+        `values` and the element's point is halved `halvings` times. Each time, the half in which the element changes
+        more is kept. Over such a short interval, the derivative of a smooth function hardly changes. At a kink, it
+        changes by the size of its jump, which is returned.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -301,7 +308,7 @@ class Reference:
             return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
 
     def _rounding_of_sum(self, values, cotangents):
-        """Return how far rounding moves `Σ c y` at most. Here c are the cotangents, and y the results."""
+        """Return an upper bound of the rounding error of `Σ c y`, where c are the cotangents and y the results."""
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
@@ -317,7 +324,7 @@ class Reference:
     def _sampled(self, values, cotangents, i, gradient, most):
         """Return the flat indices of the elements that finite differences move: `most` elements, spread evenly.
 
-        If custom rules take part in the gradient, up to `most // 2` further elements are included. At these, the
+        If custom rules take part in the gradient, the result has up to `most // 2` more elements: those at which the
         gradient differs most from autodiff without the custom rules.
         """
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
@@ -325,16 +332,17 @@ class Reference:
             return evenly
         try:
             other = self.by_rules_of_jax(1, values, cotangents)[i]
-        except Exception:  # JAX cannot differentiate the program in reverse
+        except Exception:  # JAX cannot differentiate the program in reverse mode
             return evenly
         off = np.nan_to_num(np.abs(np.asarray(other) - gradient).ravel(), nan=np.inf)
         worst = np.argsort(-off, kind="stable")[: most // 2]
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function that computes `Derivatives.with_square` at moved values, as one flat array.
+        """Return a function that computes `Derivatives.with_square` at other values than the given ones, as one flat
+        array.
 
-        The arguments of `stop_gradient` stay fixed at their unmoved values.
+        The arguments of `stop_gradient` keep the values that they have at the given values.
         """
         arguments = list(cotangents), list(below)
         with float64():
@@ -353,10 +361,11 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return a forward that takes float64, the shapes and dtypes of the op's results, and whether it is "autodiff".
+    """Return a forward that takes float64, the shapes and dtypes of the op's results, and whether the forward is the
+    implementation "autodiff".
 
-    The implementation "autodiff" has no hand-written backward. The dtypes are the results' dtypes for the arguments as
-    given, not for float64.
+    The implementation "autodiff" has no hand-written backward. The dtypes are those of the results if the arguments
+    have their given dtypes, not float64.
 
     Raises:
       ValueError: there is no floating result.
@@ -402,7 +411,8 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
 
 
 def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
-    """Raise TypeError if a second trace of the function gives another program."""
+    """Raise TypeError if tracing the function a second time gives a different program, because it then has side effects
+    or depends on state that changes."""
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
@@ -418,7 +428,7 @@ def _signature(program):
 def _constants(program: Any) -> list[float]:
     """Return the floating constants of a program with magnitudes from 1e-3 to 1e3.
 
-    Other constants, such as the largest number of a dtype, are left out.
+    Smaller and larger constants, such as the largest number of a dtype, are left out.
     """
     found = set()
     for equation in equations(program):

@@ -14,26 +14,27 @@ WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
 NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
-"""The number of failures in the `repr` of a result."""
+"""The largest number of failures that the `repr` of a result shows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """The finding for one argument.
+    """The finding for one compared array: a result, or the derivative with respect to one argument.
 
     Attributes:
       op, implementation, dtype: the op, the implementation, and the dtype that were checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
       order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
-      against: how the expected array was computed.
+      against: how the expected array was computed, such as by autodiff in float64.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
       absolute: the largest difference.
       relative: the largest difference, divided by the largest expected element.
       index, analytic, numeric: the index, the result, and the expected number of the element with the largest error
         relative to its limit.
-      inputs: the name and the value of each argument at this element.
-      reason: why the row was skipped, is inconclusive, or passes beyond the tolerance; or a description of the mistake.
+      inputs: the name of each argument, and its value at the index of this element.
+      reason: why the argument was skipped, why the result is inconclusive, or why it passes although it exceeds the
+        tolerance; or a description of the mistake.
       data: the name of the data: `USER_DATA`, or added data.
       case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
     """
@@ -157,7 +158,7 @@ class CheckResult:
 
 
 def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
-    """Return the lines for one implementation."""
+    """Return the lines of text for one implementation, given its rows."""
     of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
     failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
     verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
@@ -188,7 +189,7 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """Return the largest relative error in each dtype, among the rows within the tolerance."""
+    """Return a text with the largest relative error in each dtype, among the rows that pass within the tolerance."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:
@@ -197,7 +198,7 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """Return why rows beyond the tolerance pass, and on which data."""
+    """Return, for rows that pass although they exceed the tolerance, the reasons and the names of the data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:

@@ -1,12 +1,12 @@
-"""Measure how far rounding moves a program's results, by moving each arithmetic result up or down.
+"""Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
 
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds errors that neither the results nor
-their accuracy in a narrower dtype show. For example, `1 - s` of a sigmoid s is a multiple of about `ε`, the distance of
-neighboring numbers near 1, however small it is.
+their accuracy in a narrower dtype show. For example, let s be a sigmoid near 1. The difference `1 - s` is a multiple of
+about `ε`, the distance between neighboring numbers near 1, however small the difference is.
 
-Each arithmetic result is moved by many roundings at once, and the change of the program's results is divided by their
-number. Some changes are jumps, such as the jump of a gradient when a tie is broken. They are not rounding errors, and
-the division makes them small.
+The result of each operation is moved by many times its rounding error, and the change of the program's results is
+divided by the same number. Some changes are jumps, such as the jump of a gradient when a tie is broken. Jumps are not
+rounding errors, and the division makes them small.
 """
 
 import functools
@@ -22,8 +22,8 @@ from jaxbp.verify.interpreter import bind, called, evaluate
 
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
-"""The largest relative change of an arithmetic result. In half precision, one rounding may exceed it. A result is then
-moved by one rounding."""
+"""The largest fraction by which the result of an operation is moved. In half precision, one rounding may exceed this
+fraction, and a result is then moved by one rounding."""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
@@ -34,7 +34,8 @@ ROUNDED = frozenset({
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return how far each element of the results moves if every arithmetic result is rounded once to `dtype`.
+    """Return how far each element of the program's results moves if the result of every operation is rounded to
+    `dtype`.
 
     The largest movement of a few runs with random signs is returned. The arrays are a flat list. Loops run unchanged,
     so rounding inside them is not measured.
@@ -73,11 +74,14 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return the results of `function` without and with other roundings. Each array has the shape `(1 + runs, ...)`.
+    """Return the results of `function`, computed once as they are and `runs` times with random other roundings.
 
-    Each arithmetic result is moved by at most `roundings` roundings to `dtype`, unless it is exact. The distance
-    depends only on the operands, because equal operations round equally on any machine. Two equal numbers therefore
-    stay equal if they were computed from equal operands. They do not if two different sums happened to be equal.
+    Each array has the shape `(1 + runs, ...)`.
+
+    In each of the `runs`, the result of each operation is moved by at most `roundings` times its rounding error in
+    `dtype`, unless the operation is exact. How far it moves depends only on the operands, because equal operations
+    round equally on any machine. Two equal numbers therefore stay equal if they were computed from equal operands. They
+    do not stay equal if two different sums happened to be equal.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -93,8 +97,8 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Sums of equal operands may differ in their last bits, because they may be added in another order. In float32,
-        # they are equal.
+        # Sums of equal operands may differ in their last bits, because the operands may be added in another order.
+        # After rounding to float32, the sums are equal.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
@@ -107,16 +111,17 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Return where the dtype `narrow` represents a number exactly.
+    """Return for which elements of `a` the dtype `narrow` represents the number exactly.
 
-    If it represents the operands and the result of an operation exactly, the operation did not round.
+    If this dtype represents the operands and the result of an operation exactly, the operation did not round.
     """
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 
 
 def _mixed(seed, a):
-    """Return, for each number, a pseudorandom number from 0.5 to 1 with its sign. Equal numbers give equal ones."""
+    """Return a pseudorandom number for each element of `a`. Its magnitude is from 0.5 to 1, and its sign is the sign of
+    the element. Equal elements give equal numbers."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

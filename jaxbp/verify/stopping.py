@@ -13,11 +13,11 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """One variable of a program in three runs.
+    """The values of one variable of a program in three runs, which are evaluated together.
 
     Attributes:
       held: the value at the moved arguments, with each argument of `stop_gradient` fixed at its value at the base.
-      base: the value at the base, which are the arguments before they are moved.
+      base: the value at the base. The base is the arguments before they are moved.
       moved: the value at the moved arguments, with nothing fixed.
     """
 
@@ -54,13 +54,14 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX stops the gradient of the factorization, because the derivative of the solution does not need it. The
-        # solution depends on the moved factorization.
+        # JAX applies `stop_gradient` to the factorization, because the derivative of the solution does not need its
+        # derivative. The solution nevertheless depends on the factorization of the moved matrix, which is therefore not
+        # fixed.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):
             given[i] = inputs[i]._replace(held=inputs[i].moved)
-    elif name == "linear_solve":  # lineax's primitive mixes the factorization with its other arguments
+    elif name == "linear_solve":  # the factorization is not a separate argument of lineax's primitive
         given = [a._replace(held=a.moved) for a in inputs]
     found = {}
     for stream in Streams._fields:

@@ -30,7 +30,7 @@ these bounds, it is `WORK` divided by the number of elements of all arguments an
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `check` that select what is tried."""
+    """The arguments of `check` that select the implementations, the derivatives, and the data to check."""
 
     implementations: Sequence[Implementation]
     order: int
@@ -104,7 +104,7 @@ class Study:
         """Return the dtype that the forward computes in, if it has less precision than all arguments; else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
-        except Exception:  # the function does not take the dtype, which `in_dtype` reports
+        except Exception:  # `in_dtype` reports that the function does not take the dtype
             return None
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
@@ -122,9 +122,11 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return the points with their expected results, the user's data first, and the points that raised an error.
+        """Return two lists: the points at which the expected results could be computed, and the points at which this
+        raised an error.
 
-        Each of the latter has the order of the derivative and the error.
+        An entry of the first list is a point and its expected results, with the user's data first. An entry of the
+        second list is a point, the order of the derivative, and the error.
         """
         own, *added = points
         found, failed = [], []
@@ -153,8 +155,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # With custom rules, the reference runs the op's backward, which may have raised this error. The backward is
-            # wrong if autodiff without the custom rules succeeds.
+            # If the function has custom rules, the reference runs the op's own backward, and this may have raised the
+            # error. If autodiff without the custom rules succeeds, the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -192,7 +194,8 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield the rows of each point. If the user's data fails, no added data is tried."""
+        """Yield the rows of one implementation for each point. If it fails at the user's data, the points with added
+        data are skipped."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != USER_DATA and is_broken(found):
@@ -212,9 +215,10 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        """Yield rows for values and gradients outside `jit`, under `vmap` and `jax.checkpoint`, and with one array.
+        """Yield rows that compare values and gradients outside `jit`, under `vmap` and `jax.checkpoint`, and with one
+        array passed as several arguments.
 
-        With one array, the same array is passed as all arguments of a group in `same`.
+        The arguments that one array replaces are a group in `Study.same`.
         """
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]
@@ -246,9 +250,9 @@ class Study:
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
         """Yield a row for each array of `run(programs)` that differs from the result under `jit`.
 
-        The row compares the array with the expected array. If no array differs, yield one row for all arrays. `same`
-        has the indices of arguments that are one array. The gradient with respect to this array is the sum of the
-        gradients with respect to these arguments.
+        The row compares this array with the expected array. If no array differs, yield one row for all arrays. `same`
+        has the indices of arguments that are passed as one array. The expected gradient with respect to this array is
+        the sum of the gradients with respect to these arguments.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

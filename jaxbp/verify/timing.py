@@ -10,11 +10,12 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of calls in the queue. They keep the device busy, and their results fit into its memory."""
+"""The largest number of calls in the queue. This is enough to keep the device busy, and few enough that the results of
+all calls fit into its memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. When a
-large matrix product starts, a GPU is at its highest clock, and it reaches its power limit within 0.2 s. With some
-programs, the clock then drops too far, and recovers within 2 s (docs/lab/2026-11-24-dense.md)."""
+"""The duration of a block of calls in `settle`, in seconds, and the fraction by which the times of two blocks may
+differ. When large matrix products start, a GPU runs at its highest clock, and within 0.2 s it reaches its power limit.
+With some programs, the clock then drops too far, and recovers within 2 s (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -25,7 +26,7 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The time per call of a program, while further calls are queued.
+    """The measured time per call of a program. While a call runs, further calls are queued.
 
     Attributes:
       seconds: the median over rounds.
@@ -70,8 +71,8 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
     Args:
       run: `run(calls)`, which returns the seconds that this number of calls takes.
       once: the approximate seconds of one call.
-      most: the limit in seconds. It is exceeded only if a block takes longer than expected. If it is less than a block,
-        there are no calls.
+      most: the limit in seconds. It is exceeded only if a block takes longer than expected. If it is less than the
+        duration of one block, the program is not called.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
@@ -82,7 +83,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds of `calls` calls, and how many of these seconds the host waited."""
+    """Return the seconds that `calls` calls take, and for how many of these seconds the host waited for the device."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -1,11 +1,11 @@
-"""The two convolutions that compute a convolution's gradients, and the bias gradient, with the batch as the last axis.
+"""Kernels for the input, weight, and bias gradients of a convolution, with the batch as the last axis.
 
 All three kernels use float32 arithmetic on the CUDA cores, with one example per lane. Operands come from device memory
 through the caches. A CTA of `correlate` computes one row of the output for a few output channels and one block of the
-batch. Its sums are in registers, and each weight is broadcast to all lanes. A CTA of `correlate_batch` keeps a tile of
-the filters' gradients in registers, with one sum per lane, and adds its share of the rows and the batch. It then sums
-each element over the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel
-of the bias.
+batch. It keeps the sums in registers, and broadcasts each weight to all lanes. A CTA of `correlate_batch` keeps a tile
+of the filters' gradient in registers, with one sum per element and lane. It adds the products for its share of dy's
+rows and of the batch. It then sums each element over the lanes, and writes one partial sum per element. A CTA of
+`sum_batch` does the same for one channel of the bias gradient.
 """
 
 import dataclasses
@@ -24,12 +24,13 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Most sums that a thread keeps in registers. It has 255 registers, and needs some of them for operands and
-addresses."""
+"""Maximum number of sums that a thread keeps in registers. A thread has 255 registers, and needs some of them for
+operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Most filter positions that are unrolled. Compile time grows with them. Chosen by hand; not tuned."""
+"""Maximum number of filter positions that a kernel unrolls. Compile time grows with this number. Chosen by hand; not
+tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted number of CTAs: several per multiprocessor of any current GPU."""
+"""Number of CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -41,7 +42,7 @@ class CorrelateConfig:
 
     Attributes:
       channels: output channels per CTA.
-      lane_block: number of examples per CTA, the length of its vectors along the batch.
+      lane_block: number of examples per CTA, which is the length of the CTA's vectors along the batch axis.
     """
 
     channels: int
@@ -56,15 +57,15 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    Here k and c are an output and an input channel, (i, j) and (u, v) positions in the output and in the filter, and n
-    is an example. In the formula, `stride` is the row stride for i and the column stride for j; they may differ.
+    Here k is an output channel, c an input channel, (i, j) a position in the output, (u, v) a position in the filter,
+    and n an example. In the formula, `stride` is the row stride for i and the column stride for j; they may differ.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
       w: `(K, C, F, G)`.
 
     Returns:
-      `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype, summed in float32.
+      `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype. The sums are computed in float32.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -101,8 +102,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over the blocks, and unrolls
-    the taps within a block."""
+    """The taps of a filter, divided into blocks of equal size. A tap (c, u, v) is an input channel and a position in
+    the filter. A kernel loops over the blocks, and unrolls the taps within a block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -131,7 +132,7 @@ class CorrelateBatchConfig:
     Attributes:
       out_channels, in_channels, rows, columns: shape of the tile of the filters' gradients that a CTA keeps in
         registers.
-      splits: number of parts into which the rows and the batch are divided. Each part is summed by other CTAs.
+      splits: number of parts into which dy's rows and the batch are divided. Different CTAs sum different parts.
     """
 
     out_channels: int
@@ -157,13 +158,14 @@ def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1,
 
 
 def _filters(dy, x, stride):
-    """Return the shape of the gradient, `(K, C, F, G)`."""
+    """Return the shape of the filters' gradient, `(K, C, F, G)`."""
     (K, rows, columns, _), (C, H, W, _) = dy.shape, x.shape
     return K, C, H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
 
 
 def _units(dy):
-    """Return the number of pairs of a row and a block of `LANES` examples, which are divided among the splits."""
+    """Return the number of units that are divided among the splits. A unit is one row of dy for one block of `LANES`
+    examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -171,8 +173,8 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The letters mean the same as in `correlate`. Each CTA sums a part of the rows and the batch in a fixed order. The
-    parts are then summed in a fixed order.
+    The letters mean the same as in `correlate`. Each CTA sums its part of dy's rows and of the batch in a fixed order.
+    The CTAs' partial sums are then added in a fixed order.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
@@ -234,7 +236,7 @@ class SumBatchConfig:
     """Tiles of `sum_batch`.
 
     Attributes:
-      lane_block: examples per CTA.
+      lane_block: number of examples per CTA.
     """
 
     lane_block: int
@@ -244,7 +246,7 @@ class SumBatchConfig:
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
     """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order.
 
-    Here k is one of K channels, r one of R rows, n one of N examples: `(K, R, N) -> (K,)`.
+    Here k is one of K channels, r one of R rows, and n one of N examples. The shapes are `(K, R, N) -> (K,)`.
     """
     K, R, N = dy.shape
     blocks = N // config.lane_block

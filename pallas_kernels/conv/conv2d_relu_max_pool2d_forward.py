@@ -1,10 +1,11 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, with the batch as the last axis.
 
 Each lane has one example, and each weight is broadcast to all lanes. A CTA computes a part of one row of pooling
-windows, for a few output channels and one block of the batch. It reads the patch of the image under the windows once
-into registers, and keeps the sums of every position of the windows there. It writes the pooled output and one byte per
-window: the index of the maximum, or one past the last index where ReLU was off. The convolution at full resolution
-never reaches memory, because the backward needs only these two arrays and the input.
+windows, for a few output channels and one block of the batch. It reads the patch of the image under the windows into
+registers once. The convolution's sums for every position of the windows are in registers as well. The CTA writes the
+pooled output and one byte per window: the index of the maximum, or one past the last index if ReLU returns zero. The
+convolution's full-resolution output is never written to device memory, because the backward needs only these two arrays
+and the input.
 
 Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
@@ -35,11 +36,11 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      channels, windows: most output channels, and most adjacent windows, whose sums a CTA keeps in registers. A weight
-        is loaded once for all positions of these windows.
-      lane_block: greatest length of a CTA's vectors along the batch.
-      programs_per_multiprocessor: fewest CTAs to launch per multiprocessor. If necessary, each computes fewer channels
-        and windows.
+      channels, windows: maximum number of output channels, and of adjacent windows, whose sums a CTA keeps in registers
+        at once. A weight is loaded once for all positions of these windows.
+      lane_block: maximum number of examples per CTA, which is the length of its vectors along the batch axis.
+      programs_per_multiprocessor: number of CTAs per multiprocessor to launch at least. If necessary, each CTA computes
+        fewer channels and windows to reach this number.
     """
 
     channels: int
@@ -79,8 +80,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
-      where y = 0, as uint8 of the same shape.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima as uint8 of the same
+      shape. An index is `r * S + s`, or R * S where y = 0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
@@ -91,7 +92,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # Use the fewest CTAs along a row that are enough.
+    # Divide a row of windows among the smallest number of CTAs for which the grid has `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
@@ -99,7 +100,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # The indices are grouped by rows of windows, as the backward reads them.
+        # The indices of one row of windows are adjacent, because the backward reads them row by row.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",
@@ -109,10 +110,10 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardProgram:
-    """A part of a row of windows, for a few output channels and a lane block.
+    """One CTA, which computes part of a row of windows for a few output channels and one block of the batch.
 
     Attributes:
-      turns: number of groups of `windows` windows that the CTA computes, one after the other.
+      turns: number of groups that the CTA computes, one after the other. A group is `windows` adjacent windows.
     """
 
     window: tuple[int, int]
@@ -144,7 +145,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Add one input channel's products to the sums, which are one list of the positions' sums per window."""
+        """Add the products of input channel c to the sums. `sums` has one list per output channel and window, with one
+        sum per position of the window."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

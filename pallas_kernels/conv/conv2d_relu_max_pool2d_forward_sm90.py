@@ -7,11 +7,11 @@ by this patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
-Here (p, q) is one of the tile's windows, which have R x S positions, and (i, j) is a pixel of the patch. k is an output
-channel, c an input channel, and n an example. There is one accumulator for each of the R * S positions, and a window is
-in the same register of the same thread in all of them. Threads therefore exchange no data for the maximum, its index,
-the bias, and ReLU. The results are copied out through shared memory: the pooled output, and one byte per window with
-the index of the maximum.
+Here (p, q) is one of the tile's windows, which have R x S positions, and (i, j) is a pixel of the patch, where i counts
+rows from row r. k is an output channel, c an input channel, and n an example. There is one accumulator for each of the
+R * S positions. All accumulators hold a given window in the same register of the same thread. Threads therefore
+exchange no data for the maximum, its index, the bias, and ReLU. The results are copied out through shared memory: the
+pooled output, and one byte per window with the index of the maximum.
 
 Position (r + 1, s) uses the same weights as (r, s), with the patch shifted by one row. There are therefore only S
 weight matrices, which stay in shared memory. The warpgroups of a CTA work independently, and each has separate stages.
@@ -51,22 +51,23 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product: one per feature, which is a window of the tile and an output channel."""
+"""Number of rows of a `wgmma` product, one per feature. A feature is a pair of a window of the tile and an output
+channel."""
 EXAMPLES = 64
 """Examples per tile. With 64, a thread has 32 sums for each position of a window."""
 _MAX_PLACES = 4
-"""Most positions of a window. With more, a thread's sums and the values derived from them do not fit in its
-registers."""
+"""Maximum number of positions of a window. With more, a thread's sums and the values derived from them do not fit in
+its registers."""
 MAX_BOX = 256
-"""Most elements along an axis of a bulk copy."""
+"""Maximum number of elements along each axis of a bulk copy."""
 _WARPGROUPS = 2
 """Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
-"""Most stages per warpgroup. Chosen by hand; not tuned."""
+"""Maximum number of stages per warpgroup. Chosen by hand; not tuned."""
 BARRIER_BYTES = 1024
 """Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800
-"""Clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
+"""Estimated clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
 _MIN_BATCH = 2048
 """Batch size at which this kernel is as fast as the exact kernel on the CUDA cores: docs/lab/2026-11-23-forward.md."""
 
@@ -76,7 +77,7 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: rows and columns of windows in a tile.
+      rows, columns: numbers of rows and columns of windows in a tile.
       operand_bytes: bytes per row of the tensor cores' operands. The axis that a product sums over is padded to whole
         rows.
       warpgroups: warpgroups per CTA.
@@ -95,8 +96,16 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows. There are P
-    x Q windows."""
+    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows.
+
+    Attributes:
+      K, C: numbers of output and input channels.
+      P, Q: numbers of rows and columns of windows.
+      N: batch size.
+      F, G: numbers of rows and columns of a filter.
+      R, S: numbers of rows and columns of a window.
+      config: the config of the kernel.
+    """
 
     K: int
     P: int
@@ -116,7 +125,7 @@ class WindowTiles:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Rows and columns of the patch that a tile reads."""
+        """Numbers of rows and columns of the patch that a tile reads."""
         return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
@@ -129,8 +138,8 @@ class WindowTiles:
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the first row and column of a unit's windows, and its block of the batch. Units of one block are
-        consecutive, so that concurrent CTAs read the same images from L2."""
+        """Return the row and column of a unit's first window, and the index of its block of examples. Units of one
+        block are consecutive, so that concurrent CTAs read the same images from L2."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)
@@ -201,7 +210,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stages(self) -> int:
-        """Number of stages per warpgroup: as many as fit."""
+        """Number of stages per warpgroup: the most that fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
@@ -218,8 +227,9 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clocks for all tiles of 64 examples. An element of a product's summed axis takes two clocks, for
-        64 x 64 sums. If the search for the maxima takes longer, its clocks count instead."""
+        """Return the estimated clocks for all tiles of 64 examples. A product takes two clocks per element of its
+        summed axis. If the search for a tile's maxima takes longer than its products, the clocks of the search count
+        instead."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -306,8 +316,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[s, (p, k, q), (i, c, j)]`: the weight of the patch's pixel (i, j) for position (0, s) of
-    window (p, q)."""
+    """Return the matrices `[s, (p, k, q), (i, c, j)]`. An element is the weight of the patch's pixel (i, j) in input
+    channel c, for output channel k at position (0, s) of window (p, q)."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -317,7 +327,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:
-    """Return the bias for each row of a product."""
+    """Return the bias for each row of a product, and zeros for rows without a feature."""
     b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
     return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
 
@@ -348,13 +358,15 @@ class _Program:
     """One warpgroup of a CTA. It computes every `config.warpgroups`-th tile of the CTA.
 
     Attributes:
-      x, matrices, zeros, bias, y, place: arrays in device memory.
+      x, matrices, zeros, bias, y, place: arrays in device memory. `matrices` contain the filters, `zeros` fill the rows
+        after each patch, and `bias` has one value per feature. `y` and `place` are the pooled output and the indices of
+        the maxima.
       weights: copy of `matrices` in shared memory.
       constants_loaded: barrier at which the copies of the matrices and of zeros arrive.
       patches: stages, each of which holds a patch.
       loaded: barriers at which the copies of the patches arrive.
-      y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
-      program, warpgroup: number of the CTA and of the warpgroup.
+      y_tiles, place_tiles: each warpgroup's pooled output and indices in shared memory, to be copied to device memory.
+      program, warpgroup: index of the CTA, and index of the warpgroup in the CTA.
       steps: number of tiles of the CTA.
     """
 
@@ -390,8 +402,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Products multiply these rows by zero, which would
-        not remove a NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. Products multiply these rows by zero weights.
+        Without the zeros, a NaN in uninitialized memory would remain NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
@@ -400,11 +412,11 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
-        """Return the first row and column of a step's windows, and its block of the batch."""
+        """Return the row and column of a step's first window, and the index of its block of examples."""
         return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
-        """Start the copy of the patch under a tile."""
+        """Start the copy of the patch that a step's tile reads."""
         sizes, (p, q, block) = self.sizes, self.tile(step)
         (rows, columns), C = sizes.patch, sizes.C
         row, column, panel = p * sizes.R, q * sizes.S, block * sizes.panels
@@ -429,7 +441,7 @@ class _Program:
         self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
 
     def multiply(self, ring, step, *sums):
-        """Return the sums for every position of the windows."""
+        """Return one block of sums per position of the windows."""
         sizes, stage = self.sizes, ring.stage(step)
         patch = as_operand(self.patches).at[stage]
         ring.wait(step)

@@ -6,14 +6,14 @@ A tile is a few windows for all output channels and 64 examples. One product com
 
 Here n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel. The
 patch is the part of the images under the windows. The weights for position t are the filters at that position of the
-patch, and zeros elsewhere. All positions of a window thereby lie in the same thread, which finds the maximum and its
-index in registers. Images and filters are float32, rounded to TF32.
+patch, and zeros elsewhere. The sums for all positions of a window thereby lie in the same thread, which finds the
+maximum and its index in registers. Images and filters are float32, rounded to TF32.
 
 CTAs are persistent, and the weights stay in shared memory. The products need pixels as the last axis, but examples are
 the last axis in memory, and the tensor cores cannot transpose 32-bit operands. A bulk copy therefore brings a patch
 into shared memory, and threads transpose it through registers into a second buffer in shared memory. The warpgroups of
-a CTA work independently: while one transposes its patch, the tensor cores multiply another's. The pooled output and the
-indices are copied out through shared memory.
+a CTA work independently: while one warpgroup transposes its patch, the tensor cores multiply the patch of another. The
+pooled output and the indices are copied out through shared memory.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""Batch size from which LeNet's training step is faster with this kernel, although further launches must lay out the
-filters."""
+"""Smallest batch size for which this kernel makes LeNet's training step faster, although additional launches must
+arrange the filters into matrices."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
@@ -65,12 +65,12 @@ _PIXELS = 8
 _BOX_ROWS = 8
 """Number of result rows per copy to device memory. The swizzle pattern repeats after this number of rows."""
 _MAX_OUTPUTS = 256
-"""Most columns of a product: the limit of one `wgmma` instruction."""
+"""Maximum number of columns of a product: the limit of one `wgmma` instruction."""
 _MAX_WARPGROUPS = 4
-"""Most warpgroups per CTA. With four, each of the 512 threads has 128 registers."""
+"""Maximum number of warpgroups per CTA. With four, each of the 512 threads has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers that a thread needs in addition to its sums and its share of a patch. Chosen by hand, so that ptxas spills
-no registers at LeNet's shapes."""
+"""Number of registers that a thread needs in addition to its sums and its share of a patch. Chosen by hand, so that
+ptxas spills no registers at LeNet's shapes."""
 _SHARED_BYTES_A_CLOCK = 128
 """Bytes of shared memory that a multiprocessor reads or writes per clock."""
 
@@ -80,7 +80,7 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: rows and columns of windows in a tile.
+      rows, columns: numbers of rows and columns of windows in a tile.
       channels: number of input channels that are transposed at a time.
       warpgroups: warpgroups per CTA.
     """
@@ -116,12 +116,12 @@ class _Sizes(WindowTiles):
 
     @property
     def steps(self) -> int:
-        """Number of steps of a tile's product. Each step adds one group of input channels."""
+        """Number of steps of a tile's product. Each step adds the products for one group of input channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Number of pixels per step, for a group of input channels."""
+        """Number of values per example and step: the pixels of the patch in one group of input channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
@@ -254,8 +254,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[step, (r, s, k, p, q), (c, i, j)]`: the weight of pixel (i, j) for position (r, s) of
-    window (p, q)."""
+    """Return the matrices `[step, (r, s, k, p, q), (c, i, j)]`. An element is the weight of pixel (i, j) in the step's
+    c-th input channel, for output channel k at position (r, s) of window (p, q)."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -274,8 +274,8 @@ def _copies(sizes: _Sizes) -> int:
 def _transposing() -> Any:
     """Return the layout in which a patch of 32 examples is transposed. A warp has 8 pixels of 4 examples at a time.
 
-    In the swizzled buffer with 32 examples per row, these are 8 times 16 bytes in different banks. In the buffer with 8
-    pixels per row, they are 128 adjacent bytes.
+    In the swizzled buffer with 32 examples per row, these values are 8 pieces of 16 bytes in different banks. In the
+    buffer with 8 pixels per row, they are 128 adjacent bytes.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -290,17 +290,18 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes its share of the tiles.
+    """One warpgroup of a CTA, which computes its share of the tiles.
 
     Attributes:
-      x, matrices, bias, y, place: arrays in device memory.
+      x, matrices, bias, y, place: arrays in device memory. `matrices` contain the filters, `bias` has one value per
+        feature, and `y` and `place` are the pooled output and the indices of the maxima.
       weights: copy of `matrices` in shared memory.
       weights_loaded: barrier at which the copies of the matrices arrive.
-      patches: each warpgroup's patch for one step, in rows of examples, one row per pixel.
+      patches: each warpgroup's patch for one step in shared memory, with one row of examples per pixel.
       loaded: barriers at which the copies of the patches arrive.
-      operands: the transposed patch, in rows of pixels, one row per example.
-      y_tiles, place_tiles: each warpgroup's results, to be copied to device memory.
-      program, warpgroup: number of the CTA and of the warpgroup.
+      operands: each warpgroup's transposed patch, with one row of pixels per example.
+      y_tiles, place_tiles: each warpgroup's pooled output and indices in shared memory, to be copied to device memory.
+      program, warpgroup: index of the CTA, and index of the warpgroup in the CTA.
     """
 
     sizes: _Sizes
@@ -361,12 +362,12 @@ class _Program:
         self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
 
     def multiply(self, unit, share, sums):
-        """Return the sums for every position of the windows."""
+        """Return the sums for all positions of the windows, as one matrix with one row per example."""
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # All threads have read the patch into registers. The next patch therefore arrives during this product.
+            # All threads have read the patch into registers. The next patch is therefore copied during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

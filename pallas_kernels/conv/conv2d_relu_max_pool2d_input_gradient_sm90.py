@@ -1,14 +1,14 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch as the last axis.
 
 A group consists of a few adjacent pooling windows in a row. The input is divided into cells, each as high as a window
-and as wide as a group. Every group then has a cell at its position. Its filters reach only this cell, the cells below
-it, and the cells directly to the right of these:
+and as wide as a group. Every group then has a cell at its position. The filters of the group's windows reach only this
+cell, the cells below it, and the cells directly to the right of these:
 
     dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b].
 
 Here m is a row and j a column of cells. a is the number of rows from the group down to the cell. b is 0 for a group in
 the cell's column, and 1 for a group in the column to its left. The matrix `routed` has dy at the positions of the
-windows' maxima and zero elsewhere. Its rows are examples. float32 operands are rounded to TF32.
+windows' maxima and zero elsewhere. The rows of `routed` are examples. float32 operands are rounded to TF32.
 
 A CTA computes dx for 64 examples, and each of its warpgroups computes one column of cells. The weights are the same for
 every cell, and stay in shared memory. For each row of windows, a warpgroup loads dy and the indices of the maxima into
@@ -40,11 +40,12 @@ _EXAMPLES = 64
 _COLUMNS = 32
 """Number of columns of an operand's tile. The gradients of a group at one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Most warpgroups per CTA. With four, each of the 512 threads has 128 registers, enough for its sums."""
+"""Maximum number of warpgroups per CTA. With four, each of the 512 threads has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Most sums per thread, for all cells that a row of windows reaches. With more, the thread would spill registers."""
+"""Maximum number of sums per thread, for all cells of a column that one row of windows reaches. With more, the thread
+would spill registers."""
 _MIN_BATCH = 2048
-"""Batch size below which cuBLAS is as fast."""
+"""Batch size below which products by cuBLAS are as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
 
@@ -62,7 +63,16 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes that follow from the shapes and from the number of windows in a group."""
+    """Sizes that follow from the shapes and from the number of windows in a group.
+
+    Attributes:
+      K, C: numbers of output and input channels.
+      P, Q: numbers of rows and columns of windows.
+      F, G: numbers of rows and columns of a filter.
+      R, S: numbers of rows and columns of a window.
+      itemsize: bytes per element of dy.
+      windows: number of adjacent windows in a group.
+    """
 
     K: int
     P: int
@@ -104,12 +114,12 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Number of gradients of a group: one per window and output channel."""
+        """Number of elements of dy for one group and one example: one per window and output channel."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Number of columns of `routed`: one per window position and gradient of a group."""
+        """Number of columns of `routed`: one per window position and element of dy of a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -189,8 +199,9 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[a, b, (r, c, v), (t, q, k)]`: the weight with which position t of a group's window q
-    reaches pixel (r, v) of the cell a rows below and b columns to the right."""
+    """Return the matrices `[a, b, (r, c, v), (t, q, k)]`. An element is the weight of input channel c and output
+    channel k that connects position t of a group's window q with pixel (r, v) of a cell. The cell lies a rows of cells
+    below the group and b columns of cells to its right."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -209,13 +220,13 @@ class _Program:
     """One warpgroup, which computes one column of cells for 64 examples.
 
     Attributes:
-      dy, place, matrices, dx: arrays in device memory.
+      dy, place, matrices, dx: gradient with respect to y, indices of the maxima, weights, and result, in device memory.
       weights: copy of `matrices` in shared memory.
       loaded: barrier at which the copies of the matrices arrive.
       operands: each group's `routed` matrix for one row of windows.
-      met: barrier at which all warpgroups arrive.
-      staging: one row of each warpgroup's cell, to be copied to dx.
-      group: group whose `routed` matrix this warpgroup writes. The last warpgroup writes none.
+      met: barrier at which all warpgroups of the CTA wait for each other.
+      staging: one row of pixels of each warpgroup's cell, to be copied to dx.
+      group: index of the group whose `routed` matrix this warpgroup writes. The last warpgroup writes none.
     """
 
     sizes: _Sizes
@@ -248,8 +259,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of a row of windows. Write the row of cells that no later row of windows reaches, and
-        carry the sums of the other cells."""
+        """Add the contributions of the p-th row of windows to the sums of the warpgroup's cells. Write the cell that no
+        later row of windows reaches, and return the sums of the other cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
@@ -266,7 +277,8 @@ class _Program:
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
-        """Load dy and the indices of the maxima for the group in one row of windows into registers."""
+        """Load dy and the indices of the maxima into registers, for the warpgroup's group in the p-th row of
+        windows."""
         sizes = self.sizes
         windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
@@ -307,7 +319,7 @@ class _Program:
         lax.fori_loop(first, end, add_group, None)
 
     def write(self, m, cell):
-        """Copy a cell of the m-th row of cells to dx, one row at a time."""
+        """Copy a cell of the m-th row of cells to dx, one row of pixels at a time."""
         sizes, staging = self.sizes, self.staging.at[self.warpgroup]
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,9 +1,10 @@
 """Gradients of `conv2d_relu_max_pool2d` with respect to w and b in exact float32 on the CUDA cores, batch last.
 
-Each lane has one example. A CTA keeps the sums of a few output channels and one input channel in registers, for one
-split of the windows and the batch. For each of its windows it reads dy, the index of the maximum, and the patch of x
-under the window, and multiplies the patch by dy at the position of the maximum. At the end it adds the sums up over the
-lanes through shared memory. XLA adds the splits.
+Each lane has one example. A CTA keeps the sums for a few output channels and one input channel in registers. It
+computes them for one split, which is a part of the windows and of the batch. For each window, the CTA reads dy, the
+index of the maximum, and the patch of x under the window. It multiplies dy by the part of the patch that the filter
+covers at the position of the maximum. At the end, it adds up the lanes of each sum through shared memory. XLA then adds
+the sums of all splits.
 
 Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
@@ -33,13 +34,15 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Most sums that a thread keeps in registers: it has 255, and needs some for operands and addresses."""
+"""Maximum number of sums that a thread keeps in registers. A thread has 255 registers, and needs some of them for
+operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Registers of a thread for everything but its sums and its part of the image. With this value, the computed number of
-resident CTAs per multiprocessor equals the number that follows from ptxas' register counts, for LeNet's filters."""
+"""Number of registers per thread for everything but its sums and its patch of the image. With this value, the computed
+number of resident CTAs per multiprocessor equals the number that follows from ptxas' register counts, for LeNet's
+filters."""
 _MAX_PATCH = 72
-"""Most elements of the image that a thread reads at once: those under four of LeNet's windows, the largest number
-measured (docs/lab/2026-11-24-lenet.md)."""
+"""Maximum number of elements of the patch that a thread reads at once. The patch under four of LeNet's windows is the
+largest that was measured (docs/lab/2026-11-24-lenet.md)."""
 _REDUCTION_BYTES = 2048
 """Bytes of shared memory that Mosaic reserves for sums across warps."""
 
@@ -49,10 +52,11 @@ class WeightsGradientConfig:
     """Tiles of `weights_gradient`.
 
     Attributes:
-      channels: output channels per CTA, a divisor of their number.
-      windows: adjacent windows whose patch of the image a CTA reads once, a divisor of the windows in a row.
-      programs_per_multiprocessor: CTAs to launch per multiprocessor, if there is work for each. The rows and the batch
-        are divided among them.
+      channels: number of output channels per CTA, which divides the number of all output channels.
+      windows: number of adjacent windows whose common patch of the image a CTA reads at once. It divides the number of
+        windows in a row.
+      programs_per_multiprocessor: number of CTAs to launch per multiprocessor, if there are enough units of work. The
+        windows and the batch are divided among these CTAs.
     """
 
     channels: int
@@ -60,12 +64,14 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units of work: pairs of `windows` adjacent windows and a lane block."""
+        """Return the number of units of work. A unit is `windows` adjacent windows for one block of `LANES`
+        examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits that gives the wanted number of CTAs, if there are that many units."""
+        """Return the number of splits with which `programs_per_multiprocessor` CTAs are launched per multiprocessor.
+        There cannot be more splits than units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -84,7 +90,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the number of sums for the weights and biases of `channels` output channels, rounded up as
+    """Return the number of sums for `channels` output channels, each with `taps` weights and one bias, rounded up as
     `sums_over_lanes` requires."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
@@ -101,7 +107,7 @@ def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[
 
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
-    """Return the config that a sweep on an H200 found."""
+    """Return the config by a rule that was found in a sweep on an H200."""
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
@@ -109,7 +115,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # Divide the channels as well where there are fewer units than splits wanted.
+        # If there are fewer units than wanted splits, give each CTA one output channel instead of two, for more CTAs.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
@@ -119,12 +125,12 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `forward` with respect to w and b. Each part of the rows and the batch is summed in a
-    fixed order.
+    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b. Each split of the windows and the
+    batch is summed in a fixed order.
 
     Args:
       dy: `(K, P, Q, N)`, the gradient with respect to y.
-      place: the indices that `forward` returns.
+      place: `(K, P, Q, N)`, the indices of the maxima that the forward returns.
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
 
     Returns:
@@ -151,7 +157,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The order in which the forward wrote them, so that no transpose is needed.
+        # The forward wrote the indices in this order, so that XLA need not transpose them.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -162,13 +168,13 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     )
     sums = jnp.sum(sums, axis=0)
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
-    # The CTAs of every input channel saw the same gradients, so the first one's sum is the bias gradient.
+    # The CTAs of all input channels compute the same bias gradient. The result is the sum for the first input channel.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)
 
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradientProgram:
-    """The sums of one split, for a few output channels and one input channel."""
+    """One CTA, which computes the sums of one split for a few output channels and one input channel."""
 
     window: tuple[int, int]
     filter_size: tuple[int, int]
@@ -185,8 +191,8 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return the sums of the weights, then the biases', with one term per lane, then zeros that fill up the
-        rows."""
+        """Return the sums for the weights, then the sums for the biases, then zeros that pad the list to the length of
+        `_sums`. Each sum is a vector with one partial sum per lane."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

@@ -1,10 +1,11 @@
-"""Work of one CTA of the kernels in `conv2d_weights_gradient_sm90`: copies, products, and the gradients from the sums.
+"""Body of the kernels in `conv2d_weights_gradient_sm90`: copies, products, and the gradients computed from the sums.
 
-For each unit, one row of windows and the examples of one step, the copies of x's rows and of dy arrive in a stage of
-the ring in shared memory. The warpgroups write the routed gradient next to them: `conv2d_relu_max_pool2d` routes dy to
-the positions of the maxima, and `conv2d` only rounds it. Each warpgroup then multiplies its 64 rows into sums in its
-registers. After the last unit, the sums go to device memory and are read back through the L2 cache. The CTA adds up the
-sums that belong to each weight and each bias, and writes the gradients of its part.
+A unit is one row of windows for the examples of one step. For each unit, bulk copies bring x's rows and dy into a stage
+of the ring in shared memory. The warpgroups then write the routed gradient to shared memory. For
+`conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. For `conv2d`, it is dy, rounded.
+Each warpgroup then multiplies 64 rows of the left operand by the right operand, and keeps the sums in registers. After
+the last unit, the CTA writes the sums to device memory, and reads them back through the L2 cache. It adds up the sums
+that belong to each weight and each bias, and writes the gradients for its part.
 """
 
 import dataclasses
@@ -24,11 +25,12 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Most sums that a thread gathers by one operation: a row of a block has up to 16 bytes."""
+"""Maximum number of sums that a thread gathers by one operation: a row of a block in `core.gathers` has up to 16
+bytes."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run a CTA: `program`, with one tile of accumulators per warpgroup, for the units of its split."""
+    """Run a CTA for the `per_split` units of its split. Each warpgroup runs `program` with one tile of accumulators."""
 
     def accumulate(sums):
         first = split * per_split
@@ -40,20 +42,23 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One split's sums, for a part of the channels and of the positions: references and steps.
+    """One warpgroup of a CTA. The CTA computes the sums of one split, for a part of the input channels and of the
+    window positions. Subclasses define how dy is copied and routed.
 
     Attributes:
-      x, dy, place: arrays in device memory; place is None for `conv2d`.
-      out: the sums, in device memory. Only the gradients are used later.
-      gradients: gradients with respect to w and b, from this CTA's units.
-      xs: stages of x's rows, followed by the ones.
-      routed: the routed gradient.
-      loaded: barriers at which a stage's copies arrive.
-      ready: barrier at which the warpgroups wait until all have routed.
-      dys, places: stages of dy and of the indices, or None.
-      sums: the accumulator.
-      split, c, t: the CTA's position in the grid.
-      first: the split's first unit, of `steps`.
+      x, dy, place: input, gradient with respect to the output, and indices of the maxima, in device memory. place is
+        None for `conv2d`.
+      out: the sums of all CTAs, in device memory. The caller discards them and uses only the gradients.
+      gradients: the gradients with respect to w and b of all CTAs, in device memory.
+      xs: stages with rows of x, followed by eight rows of ones.
+      routed: buffers for the routed gradient, in shared memory.
+      loaded: barriers at which the copies into a stage arrive, one per stage.
+      ready: barrier at which the warpgroups wait until all of them have written the routed gradient.
+      dys, places: stages of dy and of the indices in shared memory, or None for `conv2d`.
+      sums: the warpgroup's accumulator.
+      split, c, t: indices of the CTA's split, of its part of the input channels, and of its part of the window
+        positions.
+      first, steps: index of the split's first unit, and number of its units.
     """
 
     sizes: Sizes
@@ -90,8 +95,8 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Compute a vector of the gradients from the sums, which are in the L2 cache, by adding up windows and
-        positions."""
+        """Compute one vector of `LANES` gradients. Each is a total of sums over windows and positions, which are read
+        through the L2 cache."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
@@ -111,7 +116,7 @@ class _Program:
         self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
 
     def routed_row(self, t, k, q):
-        """Return the row of the routed gradient for a position, an output channel, and a window."""
+        """Return the index of the routed gradient's row for position t, output channel k, and window q."""
         raise NotImplementedError
 
     def begin(self, ring):
@@ -125,7 +130,8 @@ class _Program:
         stage = ring.stage(step)
         ring.wait(step)
         xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
-        # The last product is done, for every warpgroup once past the barrier, so its operands may be overwritten.
+        # Each warpgroup waits for its last product before the barrier. After the barrier, this product's operands may
+        # therefore be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
         plgpu.barrier_wait(self.ready)
@@ -153,19 +159,20 @@ class _Program:
 
     @property
     def share(self):
-        """Rows of the gradient that the warpgroup routes."""
+        """Number of rows of dy that each warpgroup routes."""
         return self.sizes.gradient_rows // self.sizes.warpgroups
 
     @property
     def layout(self):
-        """Layout with two rows per warp, in which a warp's accesses to shared memory never meet in one bank."""
+        """Layout with two rows per warp, with which a warp accesses shared memory without bank conflicts."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """Routes dy to the positions of the windows' maxima, into two buffers in turn."""
+    """One warpgroup of `weights_gradient`. It routes dy to the positions of the windows' maxima, and alternates between
+    two buffers."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -194,7 +201,7 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """Uses dy as the routed gradient, rounded in place if float32."""
+    """One warpgroup of `correlate_batch`. The routed gradient is dy, which is rounded in place if it is float32."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

@@ -14,13 +14,15 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Rows of the tensor cores' tiles, one tile per warpgroup."""
+"""Number of rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""Most warpgroups per CTA: its 512 threads have 128 registers each, which hold their sums."""
+"""Maximum number of warpgroups per CTA. The 512 threads of four warpgroups have 128 registers each, which hold their
+sums."""
 _MAX_COLUMNS = 160
-"""Most columns: a thread keeps half as many sums in its registers. With 144 it spills them."""
+"""Maximum number of columns of a CTA's product. A thread keeps one sum in registers for every two columns. With 144
+sums, it spills registers."""
 _MAX_STAGES = 4
-"""Most stages. Chosen by hand; not tuned."""
+"""Maximum number of stages. Chosen by hand; not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Bytes of shared memory that stages leave for barriers, for sums across warps, and as a reserve. The stages were
 measured with this value."""
@@ -28,13 +30,15 @@ measured with this value."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How CTAs divide the sums.
+    """The division of the sums among CTAs.
 
     Attributes:
-      channels: input channels per CTA.
-      places: positions of a window per CTA.
-      images_on_left: whether x's rows, not the routed gradient's, form the tiles of 64 rows, one per warpgroup.
-      stages: stages of the pipeline.
+      channels: number of input channels per CTA.
+      places: number of window positions per CTA.
+      images_on_left: whether the rows of x form the left operand, and the rows of the routed gradient the right
+        operand. If False, the operands are exchanged. The left operand is divided into tiles of 64 rows, one per
+        warpgroup.
+      stages: number of stages of the pipeline.
     """
 
     channels: int
@@ -45,7 +49,18 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow from the shapes and a config. P counts rows of windows."""
+    """Sizes that follow from the shapes and a config. In `correlate_batch`, a window is R rows of one output column,
+    and S is 1.
+
+    Attributes:
+      K, C: numbers of output and input channels.
+      P, Q: number of rows of windows, and number of windows per row.
+      N: batch size.
+      H, W: numbers of rows and columns of x.
+      R, S: numbers of rows and columns of a window.
+      dtype: dtype of dy and x.
+      config: the config.
+    """
 
     K: int
     P: int
@@ -65,12 +80,12 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Rows of x under the filters of one row of windows."""
+        """Number of rows of x under the filters of one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """Index of the row of ones, which follows the rows of x."""
+        """Index of the first row of ones. The ones follow the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -83,12 +98,12 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Sums per row."""
+        """Number of columns of a CTA's product, which are the rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
     def taps(self) -> int:
-        """Taps of the filters, for a CTA's input channels."""
+        """Number of weights per output channel for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
@@ -98,12 +113,12 @@ class Sizes:
 
     @property
     def x_rows(self) -> int:
-        """Rows of shared memory for x."""
+        """Number of rows of shared memory per stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
     def gradient_rows(self) -> int:
-        """Rows of dy in a stage, which the warpgroups divide among themselves to route it."""
+        """Number of rows of dy per stage. Each warpgroup routes an equal share of them."""
         raise NotImplementedError
 
     @property
@@ -123,7 +138,8 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Number of parts of the input channels, and of a window's positions."""
+        """Number of parts into which the input channels are divided, and number of parts into which a window's
+        positions are divided."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -133,7 +149,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Steps of all splits together."""
+        """Number of units of all splits together. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -151,14 +167,15 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Clocks of all CTAs: half a clock for each column of a product of 8 values, and one for 24 bytes of the
-        cache."""
+        """Return the estimated clocks per unit, for the CTAs of all parts. A product that sums over 8 values takes half
+        a clock per column and warpgroup. Loads take one clock per 24 bytes from the cache."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """Sizes of `weights_gradient`: a stage has dy and the indices, and each step routes dy into one of two buffers."""
+    """Sizes of `weights_gradient`. A stage holds rows of x, dy, and the indices. Each step routes dy into one of two
+    other buffers."""
 
     @property
     def gradient_rows(self) -> int:
@@ -174,7 +191,7 @@ class _PooledSizes(Sizes):
 
 
 class _ConvolutionSizes(Sizes):
-    """Sizes of `correlate_batch`: dy is copied to where the product reads it."""
+    """Sizes of `correlate_batch`. A stage holds rows of x and dy, and the product reads both from the stage."""
 
     @property
     def gradient_rows(self) -> int:
@@ -190,7 +207,7 @@ class _ConvolutionSizes(Sizes):
 
 
 def pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> Sizes:
-    """Return the sizes of `weights_gradient`."""
+    """Return the sizes of `weights_gradient` for these arrays and this config."""
     return _PooledSizes(*dy.shape, *x.shape[:3], *window, dy.dtype, config)
 
 
@@ -201,10 +218,11 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clocks, or None if rows do not come in eights or nothing fits.
+    """Return the config with the fewest clocks, or None if the operands' rows do not come in multiples of eight or no
+    config fits.
 
     Args:
-      sizes: function from a config to its sizes.
+      sizes: function that maps a config to its `Sizes`.
     """
     shapes = sizes(Config(1, 1, True, 0))
     if any(

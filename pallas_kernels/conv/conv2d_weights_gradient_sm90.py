@@ -6,17 +6,18 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
 Here c and k are input and output channels, and n is an example. (i, j) are a row and a column of x under the windows'
 filters. q is a window of R x S positions t. `routed` is dy at the positions of the maxima, and zero elsewhere. The
-batch is the last axis of both operands. The tensor cores require this of float32, which is rounded to TF32. The sums
-with `j = q * S + s + v` and `i = r + u`, where (r, s) is position t, add up to the gradient of w[k, c, u, v]. The other
-sums, two in three for LeNet's second block, are not used.
+summed axis, the batch, is the last axis of both operands. The tensor cores require this of float32 operands, which are
+rounded to TF32. The sums with `j = q * S + s + v` and `i = r + u`, where (r, s) is position t, add up to the gradient
+of w[k, c, u, v]. The other sums, two in three for LeNet's second block, are not used.
 
-A CTA computes these sums for one part of the input channels, one part of the positions, and one split of the rows and
-the batch. Bulk copies bring rows of x, dy, and the indices into a ring of stages in shared memory. The warpgroups write
-`routed` there, and multiply with one 64-row tile of accumulators each, in registers. At the end a CTA writes the sums
-to device memory, reads them back through the L2 cache, and writes the gradients of its part.
+A CTA computes these sums for one part of the input channels, one part of the window positions, and one split of the
+rows of windows and the batch. Bulk copies bring rows of x, dy, and the indices into a ring of stages in shared memory.
+The warpgroups write `routed` to shared memory and multiply. Each warpgroup has one 64-row tile of accumulators in
+registers. At the end, a CTA writes the sums to device memory, and reads them back through the L2 cache. It adds them up
+to the gradients for its part.
 
-For `conv2d`, the t are R rows of its output, `routed` is the output's gradient, which is only rounded, and S = 1. A row
-of ones among the rows of x yields the bias gradient.
+For `conv2d`, a row p of windows is a block of R rows of the output, t is a row in this block, and S is 1. `routed` is
+dy, rounded to TF32 if it is float32. In both cases, a row of ones after the rows of x yields the bias gradient.
 """
 
 import functools
@@ -42,7 +43,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""Batch below which extracting the gradient from the sums costs what the tensor cores save."""
+"""Batch size below which extracting the gradients from the sums takes the time that the tensor cores save."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -76,7 +77,7 @@ def weights_gradient(
       dw `(K, C, F, G)` and db `(K,)` in float32.
     """
     sizes = pooled_sizes(dy, x, window, config)
-    # The order in which the forward wrote them, by rows of windows.
+    # The forward wrote the indices in this order, by rows of windows.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -91,7 +92,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the rows of a convolution's output per product, such that x's rows and the gradient's come in eights."""
+    """Return R, the number of rows of the convolution's output per product, or None if no R is supported. R times the
+    columns of x, and R times the columns of dy, must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -107,8 +109,8 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d.correlate_batch` with stride 1, and dy's sums. In float32, dy is rounded to TF32 and x is
-    truncated.
+    """Compute `conv2d.correlate_batch` with stride 1, and the sum of dy for each output channel. If the arrays are
+    float32, dy is rounded to TF32, and x is truncated to TF32.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
@@ -134,7 +136,7 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     Args:
       buffers: number of buffers for the routed gradient.
       copies: number of copies that fill a stage.
-      dys_and_places: shared memory for stages of dy and of the indices, where dy is routed.
+      dys_and_places: shared memory for the stages of dy and of the indices, or None for both if dy is not routed.
     """
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
@@ -160,5 +162,6 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     gradients = jnp.sum(gradients, axis=(0, 2))
     taps = sizes.taps * sizes.K
     dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
-    # The CTAs of every part of the channels saw the same gradients, so the first ones' sums are the bias gradient.
+    # The CTAs of all parts of the input channels compute the same bias gradient. The result is the sum for the first
+    # part.
     return dw, gradients[0, taps : taps + sizes.K]

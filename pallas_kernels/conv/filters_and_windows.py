@@ -1,20 +1,20 @@
-"""Filters and windows of `conv2d_relu_max_pool2d`, for the kernels of all its directions.
+"""Helpers for filters and pooling windows, shared by the forward and backward kernels of `conv2d_relu_max_pool2d`.
 
-This module has the sizes that the exact kernels unroll, the maximum of a window, and a filter's taps with zeros around
-them.
+This module defines the largest sizes that the exact float32 kernels support, the maximum of a window with its index,
+and a lookup of filter weights that returns zeros outside the filter.
 """
 
 import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Largest filter, in positions, that the exact kernels unroll."""
+"""Maximum number of positions of a filter. The exact float32 kernels unroll all of them."""
 MAX_PLACES = 16
-"""Largest window, in positions."""
+"""Maximum number of positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
-    """Return why the exact kernels do not support filters and windows of these sizes, or None."""
+    """Return why the exact float32 kernels do not support filters and windows of these sizes, or None if they do."""
     if filter_rows * filter_columns > MAX_TAPS:
         return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} positions"
     if window[0] * window[1] > MAX_PLACES:
@@ -23,7 +23,8 @@ def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) 
 
 
 def first_maximum(values):
-    """Return the elementwise largest of a list of vectors, and the first index that attains it."""
+    """Return the elementwise maximum of a list of vectors, and for each element the index of the first vector that
+    attains it."""
     largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)
     for t, value in enumerate(rest, start=1):
@@ -33,7 +34,8 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]`, zero outside the filter, for integer arrays that broadcast against each other."""
+    """Return `w[:, :, row, column]`, or zero where (row, column) lies outside the filter. `row` and `column` are
+    integer arrays that broadcast against each other."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

@@ -1,9 +1,10 @@
-"""Backward of max-pooling as a gather. Each input position collects its gradients, so that no atomics are needed.
+"""Backward of max-pooling as a gather. Each input position collects the gradients of the windows that selected it.
+Because a single CTA writes each position, the kernel needs no atomic additions.
 
-A CTA computes dx for one channel, one block of the batch, and the `stride[0]` input rows of one row of windows. It
-loops over the columns of windows. For each column, it reads dy and the indices of all windows that can reach its input
-positions, and sums in float32 registers. It then writes each position of dx once. The kernel does not use shared
-memory.
+The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes dx for one channel, one
+block of the batch, and one row of cells. It loops over these cells. For each cell, it reads dy and the index of the
+maximum for all windows that can contain the cell's positions. It adds the gradients in float32 registers, and then
+writes each position of dx once. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ class RouteConfig:
     """Tiles of `scatter_gradients`.
 
     Attributes:
-      lane_block: number of examples per CTA, the length of its vectors along the batch.
+      lane_block: number of examples per CTA, which is the length of the CTA's vectors along the batch axis.
     """
 
     lane_block: int
@@ -58,7 +59,7 @@ def scatter_gradients(
       padding: number of padding rows above the input, and of padding columns to its left.
 
     Returns:
-      dx `(C, H, W, N)` in dy's dtype; overlapping windows are summed in float32.
+      dx `(C, H, W, N)` in dy's dtype. The gradients of overlapping windows are summed in float32.
     """
     C, N = dy.shape[0], dy.shape[-1]
     # In padded coordinates, row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1,
@@ -78,8 +79,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # A cell has stride[0] x stride[1] input positions. For each window that can reach it: the number of cells from the
-    # window to the cell, and the offset of the cell's positions within the window.
+    # A cell has stride[0] x stride[1] input positions. For each window that can contain them, list along each axis the
+    # number of cells from the window's first cell to this cell, and the offset of this cell within the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

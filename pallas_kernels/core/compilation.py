@@ -2,7 +2,7 @@
 
 XLA compiles the kernels of a program after lowering all of it, one after the other, on one core. Mosaic GPU caches
 compiled kernels in the process by their hash. A thread therefore compiles each kernel in a separate program, right
-after its lowering. The compilation of the surrounding program then finds it in the cache.
+after the kernel is lowered. When the surrounding program is compiled, the compiled kernel is already in the cache.
 
 If a kernel fails to compile in the thread, it fails again when the surrounding program is compiled, and only then is
 the error raised. If the surrounding program needs a kernel before the thread has compiled it, the kernel is compiled
@@ -20,9 +20,10 @@ import jax
 from jax import export
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
-"""Names under which JAX versions register Mosaic GPU's kernels."""
+"""Names under which different versions of JAX register Mosaic GPU's kernels."""
 _MIN_CORES = 4
-"""Fewest CPU cores for compiling ahead. On two busy cores it saves no time: docs/lab/2026-11-24-compile.md."""
+"""Smallest number of CPU cores for which kernels are compiled ahead. On two busy cores, compiling ahead saves no time:
+docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
@@ -30,7 +31,7 @@ def compiles_ahead(module_context: Any) -> bool:
 
     This is the case if the program is lowered only for this machine's GPUs, if there are at least `_MIN_CORES` cores,
     and if JAX has no persistent compilation cache. If JAX finds a program in this cache, it compiles none of the
-    program's kernels.
+    program's kernels, and compiling them ahead would be useless.
     """
     return (
         jax.default_backend() == "gpu"

@@ -1,9 +1,9 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this device, and refuse architectures that lack their instructions. They take its
-properties from JAX's default device, not from constants. If the default device is not a GPU, kernels are traced for
-Hopper, so that they can be lowered for CUDA on any machine. `targeting` selects another GPU, which need not be present,
-to compile for it ahead of time.
+Kernels choose their tiles for this device, and refuse architectures that lack their instructions. The device's
+properties come from JAX's default device, not from constants. If the default device is not a GPU, kernels are traced
+for Hopper, so that they can be lowered for CUDA on any machine. `targeting` selects another GPU, which need not be
+present, to compile for it ahead of time.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class Device:
     """A GPU, as its driver describes it.
 
     Attributes:
-      kind: its name.
+      kind: name of the GPU.
       capability: compute capability, (major, minor).
       multiprocessors: number of streaming multiprocessors.
       shared_bytes: bytes of shared memory that one CTA may use.
@@ -37,8 +37,8 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. It needs bulk copies and their barriers, hence compute
-        capability 9.0."""
+        """Whether Mosaic GPU compiles for this device. Mosaic GPU needs bulk copies and their barriers, which exist
+        from compute capability 9.0 on."""
         return self.capability >= (9, 0)
 
 
@@ -65,7 +65,7 @@ def targeting(device: Device) -> Iterator[None]:
 
 
 def target() -> Device:
-    """Return the GPU that kernels are traced for now: the targeted one, else the default device, else Hopper."""
+    """Return the GPU that kernels are currently traced for: the targeted GPU, else the default device, else Hopper."""
     return gpu() or HOPPER
 
 
@@ -105,7 +105,8 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return a `CUdevice_attribute` by its number in cuda.h, from the driver; JAX exposes only some of them."""
+    """Return the value of a `CUdevice_attribute`, given by its number in cuda.h, or `default` if the driver does not
+    return it. JAX exposes only some of the attributes."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -60,12 +60,13 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
 
 
 def lane_numbers(lanes: int) -> Array:
-    """Return the vector of all lanes' indices, int32."""
+    """Return the vector that holds each lane's index, int32."""
     return columns(lane_and_column(lanes, 1)[0])[0]
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """Return `ref[rows]` as a block, for `ref` `(n, width)` in shared or device memory and an int32 vector of rows."""
+    """Return `ref[rows]` as a block, for `ref` `(n, width)` in shared or device memory and an int32 vector of row
+    indices."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -85,7 +86,8 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` as a block, from shared or device memory, for one block of indices per axis."""
+    """Return `ref[places]` as a block. `ref` is in shared or device memory, and `places` has one block of indices per
+    axis."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -120,7 +122,7 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 
 def spread(numbers: Array, width: int) -> Array:
-    """Return the block whose rows repeat a vector's elements `width` times."""
+    """Return the block of `width` columns in which each row repeats the row's element of a vector."""
     (lanes,) = numbers.shape
     if simulating() is not None:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
@@ -192,8 +194,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return a float32 block, and make sure that it is computed before the code that follows.
 
-    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms need as many
-    registers as the sums.
+    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms that are
+    added need as many registers as the sums.
     """
     if simulating() is not None:
         return block
@@ -215,8 +217,8 @@ def compiler_fence() -> None:
     """Order a thread's accesses to shared memory: those before this call happen before those after it.
 
     LLVM treats shared memory as an object of size zero. It may therefore assume that two accesses of a thread, one to
-    an element and one to a vector, never overlap. In a kernel of short loops, it then reuses a vector that the thread
-    stored, and misses later additions to the vector's elements.
+    an element and one to a vector, never overlap. In a kernel with short loops, LLVM then reuses a vector that the
+    thread stored, and misses additions to the vector's elements that came after the store.
     """
     if simulating() is not None:
         return
@@ -354,13 +356,13 @@ def _ref_types(lists):
 
 
 def _number():
-    """Return the layout of a value that all threads share."""
+    """Return the layout of a scalar that is the same in all threads."""
     return plgpu.Layout.WG_SPLAT(())
 
 
 def _chosen(lists, array):
-    """Return a pointer to the `array`-th array of each list, and the length of these arrays. All are selected in a
-    single branch."""
+    """Return a list of pointers to the `array`-th array of each list, and the length of these arrays. A single branch
+    selects all of them."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

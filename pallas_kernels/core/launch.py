@@ -1,6 +1,6 @@
 """Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-A kernel body is an ordinary function of references to GPU memory. Its CTA's indices in the grid arrive as keyword
+A kernel body is an ordinary function of references to GPU memory. The indices of a CTA in the grid arrive as keyword
 arguments named after the grid's axes:
 
     def body(x_ref, y_ref, *, row):
@@ -60,7 +60,7 @@ def launch(
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
-    Each of `arrays`, `out`, and `scratch` may be a pytree or None: the body gets references in the same structure.
+    Each of `arrays`, `out`, and `scratch` may be a pytree or None. The body gets references in the same structure.
 
     Args:
       body: the kernel. It writes every element of every output.
@@ -77,7 +77,7 @@ def launch(
         reads data that another thread wrote, or if a barrier in the body, such as `plgpu.commit_smem`, comes before
         each such read.
       sums_across_warps: whether the body sums along an axis that several warps share. If not, the 2 KiB of shared
-        memory for such sums are free.
+        memory for such sums can be used otherwise.
       in_place: index of an array, among all leaves of `arrays`, -> index of an output of the same shape and dtype that
         may use the array's memory. Each element must be written only by the CTA that reads it, and only after the read.
         XLA copies the array first if it is still needed.
@@ -127,7 +127,8 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Return all outputs: some share an array's memory, and `others` have separate memory."""
+        """Return all outputs in order. `of_arrays` has the outputs that share an array's memory, and `others` the
+        outputs with separate memory."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 
@@ -178,8 +179,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result of `ndim` axes. It lies on the arrays' mesh if all axes of the mesh are
-    automatic; else None.
+    """Return the sharding of a result of `ndim` axes on the arrays' mesh. Return None if there is no mesh, or if some
+    axes of the mesh are not automatic.
 
     On automatic axes, the sharding records the mesh but no partitioning, as for JAX's operations. On explicit or manual
     axes, the caller of `launch` determines the sharding.
@@ -242,8 +243,8 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`. Both must be equal up to
-    rounding."""
+    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`. Both functions must return
+    the same values up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)
@@ -278,12 +279,13 @@ def _warn_interpreted() -> None:
 
 
 def batch_last(x: Array) -> Array:
-    """Return `(batch, ...) -> (..., lanes)`: one example per lane, with the batch zero-padded to whole warpgroups."""
+    """Transpose `(batch, ...) -> (..., lanes)`, with one example per lane. The batch is zero-padded to a multiple of
+    `LANES`."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """Return the inverse of `batch_last`."""
+    """Invert `batch_last` for a batch of `batch` examples."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

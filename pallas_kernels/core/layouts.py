@@ -12,8 +12,8 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Number of threads in a warpgroup, four warps of 32 (PTX ISA, wgmma). A CTA has one warpgroup by default, and the
-lengths of vectors are multiples of this number."""
+"""Number of threads in a warpgroup, which is four warps of 32 threads (PTX ISA, wgmma). A CTA has one warpgroup by
+default, and the lengths of vectors are multiples of this number."""
 
 OPERAND_BYTES = 128
 """Bytes per row of an operand that the tensor cores read from shared memory. The widest swizzle of a matrix descriptor
@@ -42,12 +42,12 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Most rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows each. It also
-accepts half of this number. Chosen by hand; not tuned."""
+"""Maximum number of rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows each.
+The function also accepts an array with half of this number of rows. Chosen by hand; not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
-    """Write the sum of each of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory.
+    """Sum each row of `rows (n, lanes)` in shared memory, and write the sums to `totals (n,)` in device memory.
 
     If each row were summed separately, each sum would need a barrier. This function needs a single barrier, before any
     thread reads a row. The number of rows n is half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`. The number of
@@ -82,7 +82,7 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory for bulk copies of arrays with any number of axes. The last axis takes at most
-    `OPERAND_BYTES`.
+    `OPERAND_BYTES` bytes.
 
     Rows are swizzled, so that threads storing a `wgmma` accumulator have no bank conflicts.
     """
@@ -95,8 +95,8 @@ def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, ro
     view, the rows of the operand's tiles follow one another.
 
     A bulk copy into tiles must begin at a tile of the array in device memory; a copy into a box may begin anywhere.
-    `as_operand` and `as_box` return the two views. The simulator does not support two views, so there the result is
-    only the operand.
+    `as_operand` and `as_box` return the two views. The simulator does not support two views, so the result is only the
+    operand there.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
@@ -145,7 +145,8 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 to TF32, which the tensor cores would truncate it to; return other dtypes unchanged."""
+    """Round float32 values to TF32, because the tensor cores would truncate them to TF32. Return other dtypes
+    unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -160,8 +161,8 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the length of the longest vector, of at most 4 elements per thread, that divides the last axis of
-    `batch_last` arrays.
+    """Return the largest length of a vector that divides the last axis of `batch_last` arrays. A vector has at most 4
+    elements per thread.
 
     With mixed dtypes, a vector has at most 2 elements per thread. A thread loads up to 8 bytes at once, which are two
     elements of float32, and only vectors with the same number of elements per thread can be combined.
@@ -174,8 +175,9 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    `//` and `%` round down, and therefore examine signs. In a kernel, this takes ten more operations each. Some of them
-    convert booleans, and JAX 0.11 starts a process for each such conversion.
+    `//` and `%` round down, and therefore examine signs. In a kernel, each of them takes ten more operations than
+    `lax.div` or `lax.rem`. Some of these operations convert booleans, and JAX 0.11 starts a process for each such
+    conversion.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 

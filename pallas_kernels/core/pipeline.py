@@ -1,4 +1,4 @@
-"""The pipeline that all kernels use: stages of shared memory, which bulk copies fill before they are needed.
+"""The pipeline that all kernels use: stages of shared memory, which bulk copies fill before the data is needed.
 
 A `Ring` has a few stages. The copies for step `step` go into stage `step % stages`. They all signal the stage's
 barrier, at which every reader of the stage waits. There are two ways to keep the ring full:
@@ -57,7 +57,8 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. `prepare` is called first, and waits until the stage is free."""
+        """Start a step's copies if the step exists. Before that, call `prepare`, which must return only when the stage
+        is free."""
 
         def start():
             prepare()
@@ -78,20 +79,22 @@ class Ring:
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer that a consumer has read a stage; after reads into registers, call `commit_smem` first."""
+        """Tell the producer that a consumer has read a step's stage. If it was read into registers, call `commit_smem`
+        first."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
         """Start a step's copies as soon as all consumers have released its stage.
 
-        `source` is passed to `copy`, for copies that depend on more than the step's number.
+        `source` is passed to `copy`, for copies that depend on more than the index of the step.
         """
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until the last stages are released: a CTA may not end while another CTA arrives at its barriers."""
+        """Wait until the last stages are released, because a CTA may not end while another CTA arrives at its
+        barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

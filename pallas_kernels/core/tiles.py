@@ -30,8 +30,9 @@ class Kernel:
     """A function of arrays and static options that launches a kernel, with its requirements and its heuristic.
 
     Attributes:
-      name: names of the file and of the function, such as `conv2d.correlate`.
-      capability: the only compute capability that the kernel supports, or None for all from 9.0 on.
+      name: name of the file, followed by the name of the function, such as `conv2d.correlate`.
+      capability: the only compute capability that the kernel supports, or None for all compute capabilities from 9.0
+        on.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ def kernel(
     """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
     Args:
-      heuristic: maps `(*arrays, **options)` to the tiles, a frozen dataclass, or to None if another kernel or XLA is
-        faster.
-      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None. By default all are
-        supported.
+      heuristic: maps `(*arrays, **options)` to the config, which is a frozen dataclass with the tiles, or to None if
+        another kernel or XLA is faster.
+      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None. By default, all
+        arguments are supported.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)

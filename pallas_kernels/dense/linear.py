@@ -1,6 +1,8 @@
-"""A dense layer's three gradients, with the batch as the last axis. A dense layer is a convolution with a 1 x 1 filter.
+"""The three gradients of a dense layer, with the batch as the last axis. A dense layer is a convolution with a 1 x 1
+filter.
 
-Each function calls a kernel of `conv.conv2d`, where the tiles are described. o is an output, i an input, n an example.
+Each function calls a kernel of `conv.conv2d`, where the tiles are described. Here o is an output of the layer, i an
+input of the layer, and n an example.
 """
 
 from jax import Array

@@ -1,17 +1,18 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
-CTAs are persistent, and compute one tile of the result after another. A producer warpgroup brings blocks of both
-operands into a ring in shared memory by bulk copies. Two consumer warpgroups multiply them by `wgmma`, with the sums in
-registers, which the epilogue of a tile stores. In a cluster of two CTAs, whose tiles lie one below the other, each CTA
-brings half of the right operand's block to both.
+CTAs are persistent, and compute one tile of the result after another. A producer warpgroup copies blocks of both
+operands into a ring in shared memory by bulk copies. Two consumer warpgroups multiply the blocks with `wgmma`, and keep
+the sums in registers. The epilogue of a tile stores the sums. Two CTAs can form a cluster, whose tiles lie one below
+the other. Both tiles need the same block of the right operand, and each CTA copies half of it to both CTAs.
 
 There are two schedules for the consumers. In the ping-pong schedule, one consumer stores a tile while the other
-multiplies the next, so that the tensor cores do not idle. In the cooperative schedule, each consumer computes half of a
-tile's rows. The tile is then twice as large, and fewer bytes are read per product.
+consumer multiplies the next tile, so that the tensor cores do not idle. In the cooperative schedule, each consumer
+computes half of a tile's rows. The tile is then twice as large, and fewer bytes are read per product.
 
 The summed axis may be split (split-K), which yields one result per split.
 
-A kernel is a subclass of `Product`. Its body calls `run` with the copies, the products of a step, and the epilogue.
+A kernel is a subclass of `Product`. Its body calls `run` with functions for the copies, the products of a step, and the
+epilogue.
 """
 
 import dataclasses
@@ -31,32 +32,35 @@ from pallas_kernels.core.tiles import check_divides
 ITEM_BYTES = 2
 """Bytes of a half-precision element."""
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Elements of the summed axis per step: the number in half precision that fills an operand's row."""
+"""Number of elements of the summed axis per step. This number of half-precision elements fills one row of an
+operand."""
 
 CONSUMERS = 2
-"""Consumer warpgroups: with their share of the registers, each holds 64 x 256 or 128 x 128 sums."""
+"""Number of consumer warpgroups. The registers of each consumer hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
-"""Index of the producer's warpgroup, which follows the consumers."""
+"""Index of the producer's warpgroup, which follows the consumers' warpgroups."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers of a thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536, or 512 for one thread of
-each of the three warpgroups; a producer and two consumers take 504."""
+"""Registers per thread of the producer and of the consumers, which must be multiples of 8 (PTX ISA, setmaxnreg). A
+multiprocessor has 65536 registers. One thread of each of the three warpgroups may therefore take 512 together; a
+producer thread and two consumer threads take 504."""
 
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover, or the largest smaller number that divides the result. Half and
-twice this number were slower, for dw (docs/lab/2026-11-21-dense.md) and for the forward
-(docs/lab/2026-11-24-dense.md)."""
+"""Number of columns of the result that concurrent tiles cover. If it does not divide the columns of the result, the
+largest smaller number that divides them is used. Half and twice this number were slower, for dw
+(docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the result is divided into tiles, and the tiles among CTAs.
+    """The division of the result into tiles, and of the tiles among CTAs.
 
     Attributes:
-      rows, columns: size of a CTA's tile.
-      stages: stages of the ring.
-      splits: number of parts of the summed axis.
+      rows, columns: numbers of rows and columns of a CTA's tile.
+      stages: number of stages of the ring.
+      splits: number of parts into which the summed axis is divided.
       cluster: number of CTAs that share the right operand's blocks; their tiles lie one below the other.
-      raster: width, in tiles, of the column blocks that are visited one after another; 0 for a single block.
+      raster: number of columns of tiles in a column block. The tiles of one column block are computed before the tiles
+        of the next. 0 means a single column block.
     """
 
     rows: int
@@ -71,13 +75,21 @@ class Config:
 
         This is best if the result has more tiles than there are multiprocessors.
         """
-        # Concurrent tiles form a square, so that their operands share the L2 cache.
+        # Concurrent tiles then form a square. They share rows and columns of the operands, which they read through the
+        # L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
 
 class _Tile(NamedTuple):
-    """A tile of the result: its split, first row and column, its column of tiles, and the range of its steps."""
+    """A tile of the result.
+
+    Attributes:
+      split: index of the part of the summed axis.
+      row, column: the tile's first row and first column in the result.
+      tile_column: index of the tile's column of tiles.
+      first, end: the range of the tile's steps along the summed axis.
+    """
 
     split: Any
     row: Any
@@ -88,9 +100,10 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of the `index`th tile: row by row in a column block `width` tiles wide.
+    """Return the row and column of the `index`th tile, in units of tiles. Within a column block of `width` tiles, tiles
+    follow one another row by row.
 
-    Each block starts at its top. `plgpu.planar_snake` would visit every other block from its bottom.
+    Each column block starts at its top. `plgpu.planar_snake` would visit every other block from its bottom.
     """
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
@@ -98,11 +111,12 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline; subclasses add the rest.
+    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline. Subclasses define the
+    copies, the products of a step, and the epilogue.
 
     Attributes:
       config: the tiles.
-      rows, columns, summed_size: sizes of the product.
+      rows, columns, summed_size: numbers of rows and columns of the result, and length of the summed axis.
       multiprocessors: number of multiprocessors of the device.
     """
 
@@ -113,21 +127,23 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Consumers per tile. With one consumer, the schedule is ping-pong, and all tiles have the same number of steps."""
+    """Number of consumers per tile. With one consumer, the schedule is ping-pong, and all tiles must have the same
+    number of steps."""
 
     def check(self, kernel: str) -> None:
-        """Require tiles to divide the columns, and column blocks to divide the columns of tiles."""
+        """Raise ValueError unless a tile's width divides the number of columns, and a column block's width divides the
+        number of columns of tiles."""
         check_divides(kernel, "columns", self.config.columns, self.columns)
         check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
 
     @property
     def turns(self) -> int:
-        """Number of tiles that are multiplied or stored at a time."""
+        """Number of tiles that a CTA multiplies or stores at a time: two in the ping-pong schedule, else one."""
         return CONSUMERS // self.consumers
 
     @property
     def steps(self) -> int:
-        """Steps of a tile without splits."""
+        """Number of steps of a tile if the summed axis is not split."""
         return -(-self.summed_size // STEP)
 
     @property
@@ -151,7 +167,7 @@ class Product:
 
     @property
     def consumer_rows(self) -> int:
-        """Rows of a tile whose sums one consumer holds."""
+        """Number of rows of a tile whose sums one consumer holds."""
         return self.config.rows // self.consumers
 
     @property
@@ -162,13 +178,14 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments that copy the right operand to all CTAs of the cluster, each of which brings its share."""
+        """Keyword arguments for bulk copies of the right operand. Each CTA of a cluster then copies its share of a
+        block to all CTAs of the cluster."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Barriers of the stages: one per turn for loaded operands, and one at which the cluster's consumers release a
-        stage."""
+        """The ring's barriers. Each stage has one barrier per turn at which its copies arrive, and one barrier at which
+        the cluster's consumers release it."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -183,11 +200,11 @@ class Product:
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
-        """Return the rows of the result whose sums a consumer holds."""
+        """Return the slice of rows of the result whose sums a consumer holds."""
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
-        """Return the first row of a tile whose sums a consumer holds."""
+        """Return the index, within a tile, of the first row whose sums a consumer holds."""
         return warpgroup * self.consumer_rows if self.consumers > 1 else 0
 
     def run(
@@ -203,13 +220,13 @@ class Product:
         """Run the pipeline: the producer and the consumers, each with its share of the registers.
 
         Args:
-          ring: the stages. Its `copy(count, stage, barrier, tile, step)` brings a step of a tile; `count` increases
-            over all tiles.
-          accumulators: accumulators of a consumer.
-          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
-            `multiply(stage, *accumulators)` starts the products of a step, and returns when the previous step's
-            products are done.
-          epilogue: `epilogue(tile, *sums)` stores the sums, which are in registers.
+          ring: the stages. Its `copy(count, stage, barrier, tile, step)` copies the operands' blocks for a step of a
+            tile. `count` increases over all tiles.
+          accumulators: types of the accumulators that each consumer allocates.
+          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`. The function
+            `multiply(stage, *accumulators)` starts the products of a step, and returns when the products of the
+            previous step are done.
+          epilogue: `epilogue(tile, *sums)` stores a tile's sums, which it gets in registers.
         """
 
         @pl.when(warpgroup == PRODUCER)
@@ -228,10 +245,12 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from number `first` on.
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, starting with tile number
+        `first`.
 
-        `count` is the number of the ring's steps before the tile, including the steps of tiles that are skipped. `turn`
-        is the number of the consumer that computes the tile. Returns the last count.
+        `count` is the number of the ring's steps before the tile, including the steps of tiles that are skipped. In the
+        ping-pong schedule, `turn` is the index of the consumer that computes the tile; otherwise it is 0. Return the
+        last count.
         """
 
         def visit_next(i, count):
@@ -245,7 +264,7 @@ class Product:
         return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
-        """Bring the blocks of a tile's steps."""
+        """Copy the operands' blocks for all steps of a tile into the ring. Return the new `count`."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
@@ -264,7 +283,8 @@ class Product:
         turn: Any,
         tile: _Tile,
     ) -> Any:
-        """Multiply the blocks of a tile's steps, and pass the sums to the epilogue."""
+        """Multiply the operands' blocks for all steps of a tile, and pass the sums to the epilogue. Return the new
+        `count`."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):

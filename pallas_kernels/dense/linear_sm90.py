@@ -6,13 +6,13 @@
 Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. Both products use the
 pipeline of `linear_product_sm90`, to which they add the copies, the products of a step, and the epilogue.
 
-For z, the consumers use the ping-pong schedule, and a tile leaves through shared memory. For dw, where a CTA has a
-single tile or tiles of hundreds of steps, they use the cooperative schedule.
+For z, the consumers use the ping-pong schedule, and copy a tile to device memory through shared memory. For dw, a CTA
+has a single tile or tiles of hundreds of steps. The consumers then use the cooperative schedule.
 
-For dw, the summed axis is the outermost axis of both operands, which the tensor cores support in half precision. A
-product with columns of ones yields db: of the CTAs that read the same columns of dy, each computes it for its share of
-the rows. The rows are split (split-K) until all multiprocessors are busy. The sums of the splits are then added in a
-fixed order.
+For dw, the summed axis is the outermost axis of both operands, which the tensor cores support in half precision. The
+product of dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, and each of them adds its share
+of the rows to db. The rows are split (split-K) until all multiprocessors are busy. The sums of the splits are then
+added in a fixed order.
 """
 
 import dataclasses
@@ -34,27 +34,28 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PRODUCER, STEP, Config, Product
 
 _ROWS = 128
-"""Rows of a tile: twice the 64 of a wgmma (PTX ISA)."""
+"""Number of rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile: a wgmma has at most 256 (PTX ISA). 128 for results that 256 does not divide, and for tiles whose
-sums one consumer holds."""
+"""Numbers of columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not
+divide the columns of the result, or if one consumer holds all sums of the tile."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Fewest rows for which the kernels pay: docs/lab/2026-11-21-dense.md. Fewest inputs for which the forward pays: no
-page of the lab has this measurement."""
+"""Smallest number of rows for which the kernels are selected (docs/lab/2026-11-21-dense.md), and smallest number of
+inputs for which the forward is selected. No page of the lab has the measurement for the inputs."""
 
 _MAX_STAGES = 6
-"""Most stages of the ring. On Hopper, 4 fit next to the buffers with the largest tiles. Three were slower there:
-docs/lab/2026-11-21-dense.md."""
+"""Maximum number of stages of the ring. With the largest tiles, four stages fit next to the buffers on Hopper. Three
+stages were slower there: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Bytes of shared memory: Mosaic takes 2 KiB for sums across warps; 512 are more than the barriers need."""
+"""Bytes of shared memory that are reserved. Mosaic takes 2 KiB for sums across warps. The other 512 bytes are more than
+the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the splits. No page of the lab has this
-measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the number of splits. No page of the lab
+has this measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Bytes per microsecond at which the splits' sums are written and read, used only to choose the splits. Chosen by hand,
-below the rate of a copy on an H200; not tuned."""
+"""Bytes per microsecond at which the splits' sums are written and read, used only to choose the number of splits.
+Chosen by hand, below the rate of a copy on an H200; not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -85,6 +86,15 @@ def _unsupported_device(config: Config) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
+    """References of `_Forward.body`.
+
+    Attributes:
+      x, w, b, z: arrays in device memory.
+      x_stages, w_stages: stages of the ring, for blocks of x and w.
+      z_buffers: one buffer per consumer in shared memory, from which z is copied to device memory.
+      loaded, free: barriers of the ring.
+    """
+
     x: Any
     w: Any
     b: Any
@@ -98,7 +108,8 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Product):
-    """Computes `z = x wᵀ + b` with the operands x and wᵀ. A tile is written in parts through its consumer's buffer."""
+    """The product `z = x wᵀ + b`, with the operands x and wᵀ. A consumer writes its tile in blocks of columns, through
+    a buffer in shared memory."""
 
     consumers = 1
 
@@ -131,7 +142,7 @@ class _Forward(Product):
         for start in range(0, self.config.columns, STEP):
             columns = pl.ds(tile.column + start, STEP)
             bias = load(refs.b.at[columns], value_a_column(), optimized=False)
-            # The previous copy must have read the buffer.
+            # The previous copy must have finished reading the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = z[:, start : start + STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, STEP), [1])
             buffer[...] = piece.astype(refs.z.dtype)
@@ -166,10 +177,10 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: tiles with one split, and 64 or 128 columns, which divide the outputs.
+      config: config with one split, and with tiles of 64 or 128 columns. The columns of a tile must divide the outputs.
 
     Raises:
-      ValueError: if the config is another.
+      ValueError: if the config does not meet these requirements.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -197,10 +208,19 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Columns of ones: the fewest that a wgmma has (PTX ISA)."""
+"""Number of columns of ones: the smallest number of columns of a wgmma (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
+    """References of `_WeightsGradient.body`.
+
+    Attributes:
+      dy, x, dw, db: arrays in device memory.
+      dy_stages, x_stages: stages of the ring, for blocks of dy and x.
+      ones: one block of ones per consumer in shared memory.
+      loaded, free: barriers of the ring.
+    """
+
     dy: Any
     x: Any
     dw: Any
@@ -214,7 +234,7 @@ class _WeightsGradientRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradient(Product):
-    """Computes `dw = dyᵀ x` with the operands dyᵀ and x, and `db = dyᵀ 1`."""
+    """The product `dw = dyᵀ x`, with the operands dyᵀ and x, and the product `db = dyᵀ 1`."""
 
     def body(self, *refs, warpgroup, **ids):
         refs = _WeightsGradientRefs(*refs)
@@ -243,8 +263,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Return a tile's steps before, in, and after the share of steps that it adds to db, given by its column of
-        tiles."""
+        """Return three ranges of a tile's steps. Only the steps of the second range are added to db as well. The tiles
+        of one row of tiles add different shares of the steps to db."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

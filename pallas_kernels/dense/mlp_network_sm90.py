@@ -1,11 +1,11 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Rows are padded to widths that the tensor cores support. A layer's outputs are padded to the next multiple of 32 above
-their number, which leaves room for a one after them. With this one, the next layer's weight gradient contains its bias
-gradient as well.
+Activations are matrices with one row per example. Rows are padded to widths that the tensor cores support. A hidden
+layer's outputs are padded to the next multiple of 32 above their number, which leaves room for the number 1 after them.
+Because of this input of 1, the weight gradient of the next layer also contains that layer's bias gradient.
 
-A kernel takes rows through a list of products, one after another. `Network` lists the products of each kernel, and
-divides the shared memory between the rows of the layers and slices of the weights.
+A kernel multiplies its examples' rows by one weight matrix after another. `Network` lists these products for each
+kernel. It also divides the shared memory between the rows of the layers and slices of the weights.
 """
 
 import dataclasses
@@ -22,47 +22,50 @@ from pallas_kernels.core.layouts import OPERAND_BYTES, operand
 from pallas_kernels.core.mosaic import plgpu
 
 EXAMPLES = 64
-"""Examples per CTA: the 64 rows of a wgmma (PTX ISA). The batch is a multiple of it."""
+"""Number of examples per CTA: the 64 rows of a wgmma (PTX ISA). The batch size is a multiple of this number."""
 
 _ITEM_BYTES = 4
 """Bytes of a float32."""
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs of a layer in a slice of its weights: the number of float32 values that fills an operand's row."""
+"""Number of a layer's inputs per slice of its weights. This number of float32 values fills one row of an operand."""
 PIECE_COLUMNS = 128
-"""Columns of the gradient with respect to x that are computed at once where the layers' outputs stay in shared memory
-as well. Chosen by hand; not tuned."""
+"""Number of columns of the gradient with respect to x that `forward_and_gradients` computes at once. In this kernel,
+the layers' outputs stay in shared memory as well. Chosen by hand; not tuned."""
 _MAX_STAGES = 8
-"""Most slices in the ring. Chosen by hand: latency bounds the kernels, and more slices gain nothing
+"""Maximum number of slices in the ring. Chosen by hand: latency bounds the kernels, and more slices bring no speedup
 (docs/lab/2026-11-21-dense.md)."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that the ring and the operands leave free: Mosaic takes 2 KiB for sums across warps, barriers
-need less than 1. The rest is chosen so that LeNet's layers keep the numbers of stages with which
+"""Bytes of shared memory that the ring and the operands leave free: Mosaic takes 2 KiB for sums across warps, and
+barriers need less than 1 KiB. The rest is chosen so that LeNet's layers keep the numbers of stages with which
 docs/lab/2026-11-21-dense.md was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How weights are streamed.
+    """The ring through which a kernel streams weights.
 
     Attributes:
-      stages: slices in flight; one in `weighed_gradients`, where each CTA has a single step.
+      stages: number of slices of weights that fit in the ring. It is 1 in `weighed_gradients`, where each CTA has a
+        single step.
     """
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the row widths of the inputs, of each hidden layer's outputs followed by a one, and of the logits."""
+    """Return the padded widths of the rows of the inputs, of each hidden layer's outputs followed by a 1, and of the
+    logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The layers, and (inputs, outputs) of the products that take rows through them.
+    """The sizes of the layers, and the products that each kernel computes. A product is a pair of padded widths:
+    (inputs, outputs).
 
     Attributes:
-      sizes: numbers of inputs and of each layer's outputs.
+      sizes: number of inputs of the first layer, followed by the number of each layer's outputs.
     """
 
     sizes: tuple[int, ...]
@@ -101,8 +104,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return the number of slices of the weights of `products` that fit shared memory together with these
-        operands."""
+        """Return how many slices of the weights of `products` fit in shared memory next to operands of these widths, up
+        to `_MAX_STAGES`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
@@ -119,7 +122,7 @@ class Network:
         return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        """Return the ring's stages, their barriers, and the operands."""
+        """Return shared memory for the ring's stages, the stages' barriers, and operands of these widths."""
         return [
             operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),

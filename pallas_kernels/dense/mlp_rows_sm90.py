@@ -1,7 +1,7 @@
-"""Steps of the kernels of a multi-layer perceptron on rows of 64 examples: loads, stores, and softmax.
+"""Loads, stores, and softmax for the kernels of a multi-layer perceptron, for 64 examples at a time.
 
-Examples are rows or columns of arrays in device memory. An operand is a block of rows in shared memory, where the
-tensor cores read it. Softmax, loss, and their gradient are computed in registers, in float32.
+Examples are rows or columns of arrays in device memory. An operand is a block in shared memory with one row per
+example, from which the tensor cores read. Softmax, loss, and their gradient are computed in registers, in float32.
 """
 
 from typing import Any, NamedTuple
@@ -16,22 +16,25 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE
 
 
 def read(ref: Any, examples: Any, layout: Any) -> Array:
-    """Return the examples' entries of `ref` in registers."""
+    """Load the examples' entries of `ref` into registers of `layout`."""
     return load(ref.at[examples], layout, optimized=False)
 
 
 def _turned() -> Any:
-    """Return the layout of a slice that moves from columns of examples in device memory to rows of an operand.
+    """Return the register layout of a slice that is copied from device memory, with one column per example, to an
+    operand, with one row per example.
 
-    A warp has 8 examples by 4 inputs at once, one element per thread. The 8 are adjacent in device memory, a sector.
-    The 4 are 16 bytes of a row of the operand, and the 8 rows are in different banks.
+    A warp copies 8 examples by 4 inputs at once, one element per thread. In device memory, the 8 examples are adjacent
+    and form one sector. In the operand, the 4 inputs take 16 bytes of one row, and the 8 examples' rows are in
+    different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
-    """Read examples from columns into rows of the operand, with the loads of `loads` slices under way at once."""
+    """Copy examples from columns of x to rows of the operand. The loads of up to `loads` slices are in flight at
+    once."""
     count = operand.shape[1] // SLICE
     loads = largest_divisor(count, loads)
 
@@ -46,7 +49,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store rows to the operand and to `ref`. With `bulk`, a copy from the operand to `ref` still runs on return."""
+    """Store rows to the operand and to `ref`. With `bulk`, a bulk copy from the operand to `ref` still runs when this
+    function returns."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -56,14 +60,21 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store rows to the examples' columns in device memory, from entry `first` of each column on."""
+    """Store each example's row to the example's column in device memory, starting at entry `first` of the column."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
 
 
 class Softmax(NamedTuple):
-    """The logits minus their maximum, -inf after the last class; exponentials and their sums; and the label's mask."""
+    """The softmax of each row of logits, in registers.
+
+    Attributes:
+      shifted_logits: logits minus the maximum of their row, and -inf after the last class.
+      exponentials: exponentials of the shifted logits.
+      total: sum of each row of exponentials.
+      label_mask: true in the column of each row's label.
+    """
 
     shifted_logits: Array
     exponentials: Array
@@ -86,10 +97,10 @@ class Softmax(NamedTuple):
 
 
 def valid_labels(labels: Array, classes: int) -> Array:
-    """Return a mask of the labels that are classes."""
+    """Return a mask that is true where a label is the index of a class."""
     return (labels >= 0) & (labels < classes)
 
 
 def spread(values: Array, block: Array) -> Array:
-    """Return one value per row, repeated along the rows of a block."""
+    """Broadcast a vector with one value per row to the shape of a block, along the block's rows."""
     return lax.broadcast_in_dim(values, block.shape, [0])

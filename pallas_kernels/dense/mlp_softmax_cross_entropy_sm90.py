@@ -1,15 +1,15 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA takes 64 examples through all layers. Their activations stay in shared memory, where the tensor cores read them.
+A CTA computes all layers for 64 examples. Their activations stay in shared memory, where the tensor cores read them.
 The weights stream through a ring of stages in shared memory, in slices of 32 of a layer's inputs. The slices are packed
 in the order of their use. The sums of each product are in registers, where bias, ReLU, and softmax are computed. The
-forward writes the losses, the logits, and each layer's outputs; the backward writes the gradients with respect to these
-and to x. Products are in float32 rounded to TF32; sums, softmax, and loss are in float32.
-Rows are padded to `widths`, which `row_widths` in `mlp_network_sm90` returns.
+forward writes the losses, the logits, and each layer's outputs; the backward writes the gradients with respect to the
+logits, to each hidden layer's sums before ReLU, and to x. Products are in float32 rounded to TF32; sums, softmax, and
+loss are in float32. Rows are padded to `widths`, which `row_widths` in `mlp_network_sm90` returns.
 
 In small batches, launches and latencies dominate the time. One kernel then computes the forward and the gradients of
-each example's loss separately. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these by dy and computes
-the layers' gradients.
+each example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and
+computes the gradients of the layers' parameters.
 """
 
 import functools
@@ -29,14 +29,15 @@ from pallas_kernels.dense.mlp_rows_sm90 import Softmax, put, read, read_columns,
 from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 
 _MAX_COLUMNS = 256
-"""Most columns of a wgmma (PTX ISA)."""
+"""Maximum number of columns of a wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes rows and gradients. Measured at 1024, where it pays, and at 8192, where
-it does not: docs/lab/2026-11-21-dense.md."""
+"""Largest batch size for which one kernel computes both the forward and the gradients. Measured at 1024, where one
+kernel is faster, and at 8192, where it is not: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """Return why `forward` and `backward`, which are used together, are unsupported, or None."""
+    """Return why `forward` or `backward` does not support the arguments, or None if both do. The two kernels are used
+    together."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -54,7 +55,14 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward`, which has no gradients, and of `forward_and_gradients`."""
+    """References in the bodies of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`.
+
+    Attributes:
+      x, labels, weights, biases: inputs in device memory. Weights and biases are views of the same packed array.
+      loss, logits, hidden, gradients, dx: outputs in device memory.
+      stages, loaded: stages and barriers of the ring, for slices of the weights.
+      operands: rows of the inputs and of each hidden layer's outputs, in shared memory.
+    """
 
     x: Any
     labels: Any
@@ -77,7 +85,8 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute the layers' products, biases, and ReLUs, from one operand to the next."""
+    """Compute all layers, and return the logits. Each layer reads one operand, and each hidden layer writes its outputs
+    to the next operand."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -93,7 +102,8 @@ def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk:
 def _write_losses(
     stream: Stream, network: Network, refs: Any, examples: Any, *, loads: int, bulk: bool
 ) -> tuple[Array, Softmax]:
-    """Compute the forward, up to the logits and the losses. Return the labels and the softmax."""
+    """Compute the forward, and store each hidden layer's outputs, the logits, and the losses. Return the labels and the
+    softmax."""
     stream.start()
     labels = read(refs.labels, examples, value_a_row())
     read_columns(refs.x, examples, refs.operands[0], loads)
@@ -117,16 +127,16 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Compute `h = max(0, w h + b)` for each layer but the last, the logits, and
-    `loss = logsumexp(logits) - logits[label]`.
+    """Compute `h = max(0, w h + b)` for each layer but the last, starting with h = x. Then compute the logits and the
+    loss, which is `logsumexp(logits) - logits[label]`.
 
     Args:
       x: `(widths[0], N)`, one example per column, as the convolutions return it.
-      labels: `(N,)` int32; a label that is no class makes its example's loss NaN.
+      labels: `(N,)` int32; if a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
-      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a one follows the layer's outputs.
+      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a 1 follows the layer's outputs.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)
@@ -154,6 +164,15 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
+    """References in the body of `backward`.
+
+    Attributes:
+      dy, labels, logits, weights, hidden: inputs in device memory.
+      gradients, dx: outputs in device memory.
+      stages, loaded: stages and barriers of the ring, for slices of the weights.
+      operands: rows of the gradients with respect to each layer's sums, in shared memory.
+    """
+
     dy: Any
     labels: Any
     logits: Any
@@ -177,7 +196,7 @@ def _backward(network: Network, *refs: Any, block: Any) -> None:
     gradient = spread(dy, z) * Softmax.from_logits(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(network.layers))):
         put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
-        # These loads are under way during the product.
+        # These loads run during the product.
         h = read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
         gradient = stream.multiply(i, refs.operands[layer])
         if layer:
@@ -197,7 +216,8 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of dy times the losses with respect to the logits, each layer's sums before ReLU, and x.
+    """Compute the gradients of dy times the losses with respect to the logits, each hidden layer's sums before ReLU,
+    and x.
 
     Args:
       dy: `(N,)`.
@@ -205,8 +225,8 @@ def backward(
       logits, hidden: results of the forward.
 
     Returns:
-      Gradients of the shape of the logits and of each h, last first, zero after a layer's outputs, and of the shape of
-      x.
+      The gradients with respect to the logits and to each hidden layer's sums, last layer first, followed by dx. They
+      have the shapes of the logits, of each h, and of x. The elements after a layer's outputs are zero.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -270,7 +290,7 @@ def forward_and_gradients(
 
     Returns:
       loss, logits, and each h, as `forward` returns them, and the gradients of each example's loss, as `backward`
-      returns them. The gradients are 0 for an example whose label is no class.
+      returns them. If an example's label is not the index of a class, its gradients are 0.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T

@@ -1,8 +1,8 @@
 """The weights of a multi-layer perceptron: packed in the order of their use, and streamed through shared memory.
 
 The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. The
-slices of all products are packed one after another. In a kernel, a ring of stages in shared memory brings them ahead of
-their use, and the tensor cores multiply rows in shared memory by them, with the sums in registers.
+slices of all products are packed one after another. A kernel copies each slice to a ring of stages in shared memory
+before it needs the slice. The tensor cores multiply rows in shared memory by the slices, with the sums in registers.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return matrices padded with zeros, rounded to TF32, and divided into consecutive slices of their inputs."""
+    """Return each matrix as a vector, padded with zeros, rounded to TF32, and divided into consecutive slices of
+    `SLICE` inputs."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -33,7 +34,8 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return the slices, then the biases padded to the widths of rows; a one follows each bias but the last."""
+    """Return one vector with the slices, followed by the biases. Each bias is padded to the width of its layer's rows,
+    and a 1 follows each bias but the last."""
     vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
@@ -43,11 +45,11 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Products of operands and packed weights, whose slices come through a ring in the order of their use.
+    """The products of a kernel, whose weights stream through a ring in slices, in the order of their use.
 
     Attributes:
       products: (inputs, outputs) of each product, in this order.
-      weights: all slices, one after the other, with one row per output.
+      weights: all slices in device memory, one after another. A slice has one row per output.
       stages, loaded: stages and barriers of the ring, which no other stream uses.
     """
 
@@ -58,7 +60,7 @@ class Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
-        """Indices of each product's slices."""
+        """Range of the indices of each product's slices."""
         ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -87,9 +89,11 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the operand times the weights of a product. Products must be requested in their order."""
+        """Return the operand times the weights of the given product. Products must be computed in the order of
+        `products`."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While one product runs, the previous product's stage is filled. The first product has none before it.
+        # While the tensor cores multiply one slice, the stage of the previous slice is filled again. The first slice
+        # has no previous slice.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)
@@ -100,7 +104,8 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has finished the previous product, so the stage of its slice may be filled.
+                # Every warp has finished multiplying the previous slice, so the stage of that slice may be filled
+                # again.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

@@ -1,9 +1,10 @@
-"""The gradients of the layers of a multi-layer perceptron, from dy and the gradients of each example's loss.
+"""The gradients of the layers of a multi-layer perceptron, computed from dy and the gradients of each example's loss.
 
 One kernel on Hopper's tensor cores computes dx, dw, and db of all layers in a small batch. Each layer's dw is divided
-into tiles. A CTA computes one tile for 128 examples: it brings the gradients of these examples, times dy, and the
-layer's inputs to shared memory, transposed, and multiplies them. The sums over each 128 examples are then added in a
-fixed order. A one after the inputs of each example yields db. Further CTAs multiply dx by dy.
+into tiles. A CTA computes one tile for 128 examples. It loads these examples' gradients and the layer's inputs, and
+multiplies the gradients by dy. It stores both transposed in shared memory, where the tensor cores multiply them. The
+sums over each 128 examples are then added in a fixed order. A 1 after the inputs of each example yields db as a column
+of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -24,6 +25,16 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
+    """References of `_WeighedGradients.body`.
+
+    Attributes:
+      dy, x, dx, hidden, gradients: inputs in device memory. dx and `gradients` are gradients of each example's loss.
+      weighed_dx: dx times dy, an output.
+      sums: dw of each layer, summed over each 128 examples separately, as outputs.
+      left, right: transposed gradients and inputs of a tile, in shared memory.
+      tile_stored: barrier at which the warpgroups wait until both have stored their halves of these operands.
+    """
+
     dy: Any
     x: Any
     dx: Any
@@ -38,13 +49,15 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The tiles of all layers' dw, `EXAMPLES x SLICE` each, layer by layer, followed by the tiles of dx."""
+    """The division of all layers' dw into tiles of `EXAMPLES x SLICE` elements, layer by layer, followed by the tiles
+    of dx."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles of each layer. The first layer has one more column, for x's ones."""
+        """Numbers of rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for
+        the ones after x."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -72,8 +85,8 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of a layer's dw for `LANES` examples. Each warpgroup brings half of these, and computes half
-        the tile."""
+        """Compute a tile of a layer's dw for `LANES` examples. Each warpgroup loads half of these examples, and
+        computes half of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)
@@ -91,10 +104,12 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Bring a tile's gradients times dy, and its inputs, to shared memory, transposed and rounded."""
+        """Load a tile's gradients and inputs, and multiply the gradients by dy. Store both to shared memory, transposed
+        and rounded to TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # A layer's last tile may have half its rows. The other half repeats rows, and its sums are not used.
+        # Half of the rows of a layer's last tiles may lie beyond the layer's outputs. This half repeats other rows, and
+        # its sums are not used.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -141,9 +156,10 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, and `db[o] = Σ dy g[n, o]`, summed over the examples n.
 
-    Here g is the gradient of each example's loss, h a layer's input, and o and i are a layer's outputs and inputs. A
-    CTA computes 64 x 32 elements of a layer's dw, for 128 examples. Columns of ones after x's columns yield the first
-    db. Further CTAs multiply dx by dy.
+    Here g is the gradient of each example's loss, with respect to x in dx, and with respect to a layer's sums in dw and
+    db. h is the layer's input, o an output of the layer, and i an input of the layer. A CTA computes 64 x 32 elements
+    of a layer's dw, for 128 examples. Columns of ones after x's columns yield db of the first layer. Further CTAs
+    multiply dx by dy.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
@@ -151,7 +167,7 @@ def weighed_gradients(
       sizes: sizes of the layers, inputs first.
 
     Returns:
-      dx of x's shape, and (dw, db) of each layer, one after the other.
+      dx of x's shape, followed by dw and db of each layer in turn.
     """
     parts = dy.size // LANES
     *gradients, dx = gradients

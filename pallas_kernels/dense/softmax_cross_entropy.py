@@ -1,9 +1,9 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
 A CTA computes a block of examples. In the forward, it loops over the classes three times: for the maximum, for the sum
-of exponentials, and for the loss. Each loop reads the logits from device memory and keeps the maximum, or the sum, in
-registers. The forward writes the loss, and two statistics, the maximum and the sum, from which the backward recomputes
-the softmax. The backward writes one gradient per class and example.
+of exponentials, and for the loss. Each loop reads the logits from device memory and keeps its result in registers. The
+forward writes the loss and two statistics: the maximum and the sum of exponentials. The backward recomputes the softmax
+from these statistics. The backward writes one gradient per class and example.
 
 Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
 size N is a multiple of `LANES`. If an integer label is not the index of a class, the example's loss is NaN. Its
@@ -23,7 +23,7 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Most classes whose loads are in flight at once. Chosen by hand; not tuned."""
+"""Maximum number of classes whose loads are in flight at once. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Config:
     """Tiles of a CTA.
 
     Attributes:
-      length: examples per CTA.
+      length: number of examples per CTA.
       unroll: number of classes whose loads are in flight at once.
     """
 
@@ -56,8 +56,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Returns:
       loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs these statistics
-      for examples that are classified almost perfectly. The probabilities in half precision, or the logarithm of the
-      total, would round such an example's gradient to zero.
+      for examples that are classified almost perfectly. If the forward returned half-precision probabilities or the
+      logarithm of the total instead, rounding would make such an example's gradient zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -91,8 +91,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
 
-    Here n is an example, j and k are classes, y has the labels' weights, and
-    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
+    Here n is an example, j and k are classes, and y[k, n] is the weight that the label gives to class k. The
+    probability is `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`.
@@ -137,8 +137,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return a function that multiplies a value by the label's weight of a class, and a mask of the examples with valid
-    labels."""
+    """Return a function and a mask. The function `weigh(k, value)` multiplies a value by the weight that the label
+    gives to class k. The mask is true for examples with valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: if a class's logit is -inf, its value is infinite, and 0 times it would be NaN.

@@ -7,17 +7,18 @@ coefficients are c[g]. If dy is the gradient with respect to y,
              + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-There are three kernels and one pair of kernels, each of which computes both gradients. All load rows of dy and x into
-registers. Sums over the batch are computed per lane in registers, and then over the lanes. Three of the kernels sum
-over the lanes through shared memory.
+Three kernels compute both gradients, dx and dc. Two further kernels compute one gradient each. All kernels load rows of
+dy and x into registers. Sums over the batch are computed per lane in registers, and then over the lanes.
+`gradients_by_gate`, `gradients_along_trail`, and `coefficients_gradient` sum over the lanes through shared memory.
 
 - `gradients_by_gate`: a CTA computes the gradients for a few gates and for their inputs. Every input must have exactly
   one consumer.
 - `gradients_by_input`: a CTA takes one input, and loops over its consumers. Any wires are supported.
 - `gradients_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all its loads at once. Every
-  input must have two consumers, or every input four.
-- `input_gradient` and `coefficients_gradient`: for short rows, where a CTA waits most of the time for its loads. A CTA
-  takes a few inputs, or a few gates, and has the loads for all of them in flight at once.
+  input must have two consumers, or every input must have four.
+- `input_gradient` and `coefficients_gradient` are for short rows, for which a CTA waits for its loads most of the time.
+  A CTA of the first kernel takes a few inputs, and a CTA of the second a few gates. It has the loads for all of them in
+  flight at once.
 
 Arguments: dy is `(gates, N)`, whose batch N is a multiple of `LANES`. If neighboring gates share a gradient, dy may be
 `(groups, N)` instead, with one row per group of neighboring gates; all groups have equal size. Coefficients are
@@ -46,11 +47,11 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _GATE_SUMS = 4
-"""Number of sums per gate: of dy, dy a, dy b, and dy a b."""
+"""Number of sums over the batch per gate: the sums of dy, dy a, dy b, and dy a b."""
 
 
 def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return a CTA's lane blocks: consecutive slices of the batch."""
+    """Return the `blocks` consecutive slices of the batch that are a CTA's lane blocks."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -60,22 +61,22 @@ def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
 
 
 def _dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
-    """Return the row of dy for a gate of a layer with `layer_gates` gates."""
+    """Return the row of dy for a gate of a layer with `layer_gates` gates. Several gates may share a row."""
     run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
 def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the vectors whose sums over the lanes are the gradients of a gate's coefficients. `values` are its (dy, a,
-    b) in each lane block."""
+    """Yield the vectors whose sums over the lanes are the gradients with respect to a gate's coefficients. `values`
+    holds the gate's (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return the derivative of a gate with respect to the consumed input, as a constant and the factor of the gate's
-    other input."""
+    """Return (slope, curve) for a consumer, which is given by its number as in `Graph`. The derivative of its gate with
+    respect to the consumed input is `slope + curve * partner`, where partner is the value of the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -89,14 +90,14 @@ def _unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // _GATE_SUMS
-"""Gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
+"""Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
 """Most lane blocks per CTA. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Number of lane blocks per CTA, each of `LANES` examples. A CTA has `_GATES` gates."""
+    """Tile of a CTA: `_GATES` gates, and `blocks` lane blocks of `LANES` examples each."""
 
     blocks: int
 
@@ -119,10 +120,10 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA has `_GATES` gates and some lane blocks, and reads each row of dy and x that it needs
-    once.
+    """Return (dx, dc). A CTA has `_GATES` gates and some lane blocks. It needs one row of dy and two rows of x per
+    gate, and reads each row once.
 
-    No two CTAs read the same elements of x, so dx may use x's memory.
+    No two CTAs read the same elements of x, so dx may use the memory of x.
     """
     layer_gates = graph.gates
 
@@ -144,7 +145,8 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks, and return (*out, dc)."""
+    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks. Return its results with the shapes and
+    dtypes of `out`, followed by dc."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
     *results, dc = launch(
@@ -161,13 +163,13 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
+    """Return the indices of a CTA's gates. In the last CTA, the index of the layer's last gate may be repeated."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Return (dy, a, b) for each gate and lane block. `gates` has each gate with its two inputs. All loads are started
-    at once."""
+    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` lists (index of the gate,
+    index of its input a, index of its input b)."""
     operands = [((dy_ref, _dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -192,7 +194,7 @@ number was slower: docs/lab/2026-11-22-logic.md."""
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Number of lane blocks per CTA, and the length of a lane block, a multiple of `LANES`."""
+    """Tile of a CTA: one input, and `blocks` lane blocks of `length` examples each, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -263,15 +265,15 @@ _TRAIL_BYTES = 64
 """Most bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane blocks. Chosen
 by hand; not tuned."""
 _TRAIL_LOAD_BYTES = 4
-"""Bytes of a thread's load: one example in float32, two in half precision. With one example per load in half precision,
-threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes that a thread loads at once: one example in float32, two in half precision. With one example per load in half
+precision, threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
 _TRAIL_ROWS = SUMMED_ROWS // 2
-"""Rows of shared memory, for the sums of at most four gates per CTA."""
+"""Number of rows of shared memory per CTA. They hold the sums of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AlongTrailConfig:
-    """Numbers of inputs and of lane blocks per CTA, and the length of a lane block, a multiple of `LANES`."""
+    """Tile of a CTA: `inputs` inputs, and `blocks` lane blocks of `length` examples each, a multiple of `LANES`."""
 
     inputs: int
     blocks: int
@@ -293,7 +295,8 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
     consumers, length = graph.max_fan_out, _trail_block_length(x)
     examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # Use eight consumers per CTA for short rows, otherwise four, so that about the same number of loads is in flight.
+    # A CTA has eight consumers for short rows and four for long rows, so that about the same number of loads is in
+    # flight.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return AlongTrailConfig(inputs, blocks, length)
 
@@ -302,8 +305,8 @@ def _along_trail_heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates by which the trail
-    leaves these inputs.
+    """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
+    trail leaves these inputs.
 
     All loads of a CTA are in flight at once.
     """
@@ -353,8 +356,8 @@ def _gather_from_trail(sums, graph, config):
     sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # If the trail leaves an input that is a gate's b, the CTA exchanged a and b. The sums of dy a and dy b are
-    # therefore exchanged back.
+    # If the trail leaves an input through a gate that reads it as its b, the CTA computed this gate's sums with a and b
+    # exchanged. The sums of dy a and dy b are therefore exchanged back.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
@@ -362,20 +365,28 @@ def _gather_from_trail(sums, graph, config):
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch size for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Largest batch size for which two kernels, one for dx and one for dc, are faster than one kernel:
+docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""Largest such batch size if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache that x may take. x is read in random order and should stay in the cache, while dy is
-read once. The measurement is not documented."""
+"""If x takes at most this fraction of the L2 cache, it counts as fitting in the cache. x is read in random order and
+should stay in the cache, while dy is read once. The measurement is not documented."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Most inputs per CTA, and most consumers per input that a CTA reads at a time. If inputs have more consumers, it reads
-two at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the effect of these numbers); not tuned."""
+"""Most inputs per CTA, and most consumers per input that a CTA reads at a time. If some inputs have more consumers, a
+CTA reads two consumers per input at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the effect of these
+numbers); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Number of inputs per CTA, number of consumers per input that it reads at a time, and length of its lane block."""
+    """Tile of a CTA.
+
+    Attributes:
+      inputs: number of inputs.
+      consumers: number of consumers per input that the CTA reads at a time.
+      length: number of examples in the lane block.
+    """
 
     inputs: int
     consumers: int
@@ -401,7 +412,8 @@ def _input_heuristic(dy, coefficients, graph, x):
 
 @kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    """Return dx. A CTA has a few inputs and one lane block, and reads some consumers of all these inputs at a time."""
+    """Return dx. A CTA has a few inputs and one lane block. At a time, it reads a few consumers of each of these
+    inputs."""
     gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
@@ -411,8 +423,8 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # In the array, the next input's consumers follow an input's last consumer. They may be read, but are not
-            # added.
+            # An input's consumers are followed in the array by the next input's consumers. These may be read, but are
+            # not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[_dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]

@@ -1,13 +1,13 @@
-"""Orders of gates in which neighboring threads read rows of shared memory from different banks.
+"""Orders of gates for which neighboring threads access different banks of shared memory.
 
 Shared memory has 32 banks of 4 bytes. Eight neighboring threads, an octet, make 16-byte accesses in one cycle if all
-use different banks. A row takes 16 bytes, so two rows use the same banks if their indices are equal mod 8. Each further
-row with the same residue mod 8 takes one more cycle.
+use different banks. A row takes 16 bytes, so two rows use the same banks if their indices are equal mod 8. If an octet
+accesses several rows with the same residue mod 8, each row after the first takes one more cycle.
 
 The gates of a layer may be assigned to its lanes in any order, and a gate's lane determines its row. The gates of one
-octet read their inputs a at the same time, and then their inputs b. A gate's position within its octet is the residue
-of its row. It determines with which other rows this row conflicts in reads of the next layer. The same holds for the
-gate's gradients.
+octet read their inputs a at the same time, and then their inputs b. A gate's position within its octet is also the
+residue of its row mod 8. The residue determines with which other rows this row conflicts when the next layer reads it.
+The rows to which the gate writes gradients have the same residue.
 """
 
 import itertools
@@ -16,21 +16,23 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Number of threads whose 16-byte accesses are served together, and number of groups of four banks."""
+"""Number of threads whose 16-byte accesses are served together. It is also the number of groups of four banks, and thus
+of residues."""
 _SWEEPS = 2
-"""Passes over the octets of a layer in which residues are assigned. Chosen by hand: with one pass, a tick takes 1.6%
-more cycles; with three, 0.1% fewer."""
+"""Number of passes over the octets of a layer that assign residues to gates. Chosen by hand: with one pass, a tick
+takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
-"""Weight of reads in the cost of equal residues. A pair of reads of the same residue, anywhere in the next layer, costs
-this fraction of a pair of gradients that one octet reads together. Chosen by hand for the published checkerboard
-automaton, where reads take three times as many cycles."""
+"""Weight of the next layer's reads in the cost of equal residues. Two reads of rows with the same residue, by any gates
+of the next layer, cost this fraction of two gradients with the same residue that one octet reads together. Chosen by
+hand for the published checkerboard automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
 """Smallest decrease of the cost for which two gates exchange their residues."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the cycles that shared memory takes if each lane accesses 16 bytes of its row in `rows`."""
+    """Return the number of cycles in which shared memory serves one 16-byte access per lane. Lane i accesses row
+    `rows[i]`."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -46,9 +48,10 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, an array `(2, gates)`. An input's gradient is summed over its consumers in a fixed order;
-        the entry is the gate's position in this order, for its a and for its b.
-      rows: row of each input of the first layer. The rows of other layers begin at multiples of 8.
+      turns: for each layer, an array `(2, gates)`. An input's gradient is summed over the input's consumers in a fixed
+        order. Each entry is the position of a gate in this order, for its input a or for its input b.
+      rows: for each input of the first layer, its row of shared memory. The rows of other layers begin at multiples of
+        8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -56,7 +59,8 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet reads its rows' gradients turn by turn. Equal numbers mark gradients that are read together.
+        # An octet of inputs sums its gradients turn by turn, one consumer per turn. Two gradients have equal numbers if
+        # one octet reads them in the same turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -64,18 +68,23 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Divide gates into octets, followed by a list of the remaining gates. If all residues are equally frequent, no
-    residue occurs twice among the inputs a of an octet, nor among its inputs b.
+    """Return a list of octets of gates, followed by a list of the remaining gates. If all residues are equally
+    frequent, no residue occurs twice among the inputs a of an octet, nor among its inputs b.
 
-    This is an edge coloring of a bipartite graph (D. König, 1916). The residues of a and of b are its nodes, gates its
-    edges, and octets the colors. A gate takes an octet in which the residues of its a and b are both free. If there is
-    none, it takes an octet in which the residue of its a is free. The gate of this octet whose b has the same residue
-    is displaced. It moves to an octet in which this residue of b is free, where it may displace another gate. The
-    displaced gates alternate between these two octets until no gate is displaced.
+    This is an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of the inputs a and of
+    the inputs b, its edges are the gates, and the octets are the colors. A residue of a is free in an octet if no gate
+    of the octet has an input a with this residue, and likewise for b. A gate joins an octet in which the residues of
+    its a and its b are both free. If there is none, it joins an octet in which the residue of its a is free, and
+    displaces the gate of this octet whose b has the same residue. The displaced gate moves to an octet in which this
+    residue of b is free, where it may displace another gate. The displaced gates alternate between these two octets
+    until no gate is displaced.
+
+    Args:
+      a, b: for each gate, the residue of the row of its input a, and of its input b.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
-    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets that are free, for a and b, by residue
-    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # gates by octet, for a and b, by residue
+    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
+    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # for each residue of a or b: octet -> gate
     for new, (of_a, of_b) in enumerate(gates):
         if not (free[0][of_a] and free[1][of_b]):
             rest.append(new)
@@ -90,7 +99,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # the last gate's old octet becomes free
+        if gate != new:  # the last gate's residue becomes free in the octet that it left
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other
@@ -108,16 +117,22 @@ def _lowest(bits):
 
 
 def _roles(layer, inputs):
-    """Return, for each input, the numbers of gates that read it as their a and as their b."""
+    """Return, for each input, how many gates read it as their a, and how many read it as their b."""
     return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 
 def _with_residues(octets, readers, roles):
-    """Return the order of the gates. Within each octet, gates have the residues for which their rows have few bank
-    conflicts.
+    """Return an order of the gates in which a gate's position within its octet is its residue. The residues are chosen
+    for few bank conflicts.
 
-    In each octet, gates exchange residues as long as this lowers the cost, while the residues in all other octets are
-    fixed.
+    The octets are visited one after another. In each octet, gates exchange residues as long as an exchange lowers the
+    cost. The residues in all other octets are fixed meanwhile.
+
+    Args:
+      octets: the result of `_octets`.
+      readers: `(2, gates)`, a number for each gradient that a gate writes. Gradients that an octet reads together have
+        the same number.
+      roles: the result of `_roles`.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)
@@ -131,7 +146,8 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If the next layer reads one residue more often than others, some octets read it twice.
+            # If the next layer reads one residue more often than others, some of its octets read two rows with this
+            # residue.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)

@@ -6,7 +6,7 @@ computes a few gates for one lane block, a vector along the batch. It loads the 
 writes the outputs. The kernel does not use shared memory.
 
 The batch is the slow axis of every grid: all gates are computed for one lane block before the next block begins. The
-gates read this block of x in random order. It comes from memory once, and then stays in the L2 cache.
+gates read this block of x in random order. The block is read from device memory once, and then stays in the L2 cache.
 docs/kernels/logic.md explains what limits the speed of the kernel, and docs/lab/2026-11-22-logic.md lists experiments.
 """
 
@@ -25,21 +25,27 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Number of outputs per CTA: gates times examples. With a shorter lane block, a CTA has more gates, and thus as many
-loads in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
+"""Number of output elements per CTA, which is its number of gates times the length of its lane block. If the lane block
+is shorter, a CTA has more gates, so that it still has many loads in flight. Chosen from the numbers of gates measured
+in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of gates per CTA, and length of its lane block, a multiple of `LANES`."""
+    """Tile of a CTA.
+
+    Attributes:
+      gates: number of gates.
+      length: number of examples in the lane block, a multiple of `LANES`.
+    """
 
     gates: int
     length: int
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the length of the longest vector that divides a row of x and that a warpgroup reads with one load per
-    thread."""
+    """Return the length of a lane block: the longest vector that divides a row of x and that a warpgroup reads with one
+    load per thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
@@ -54,7 +60,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two gates, so that the loads of both are in flight at once.
+    # A CTA has at least two gates, so that the loads of both are in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -62,8 +68,8 @@ def _heuristic(coefficients, graph, x):
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
 
-    Here g is a gate, a[g] and b[g] its inputs, c its coefficients, and n an example. CTAs take the gates in the order
-    of the Euler trail. If two neighboring gates of a CTA share an input, it is read once.
+    Here g is a gate, a[g] and b[g] are its inputs, c holds the coefficients, and n is an example. CTAs take the gates
+    in the order of the Euler trail. If two neighboring gates of a CTA share an input, the CTA reads this input once.
 
     Args:
       coefficients: `(gates, 4)`.

@@ -1,12 +1,11 @@
-"""Coefficients of gates, as sums over the coefficients of functions weighted by a softmax, and the gradient of the
-logits.
+"""Coefficients of gates as softmax mixtures of functions, and the gradient with respect to the logits.
 
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-Here g is a gate, i and j are functions, and table[i] has the four coefficients of function i. A CTA has one gate per
-thread, and a thread keeps all values of its gate in registers. All arrays are read or written once, whereas XLA takes
-one pass for each sum over the functions.
+Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
+gradients. A CTA has one gate per thread, and a thread keeps all values of its gate in registers. All arrays are read or
+written once, whereas XLA would read the logits once for each sum over the functions.
 """
 
 import dataclasses
@@ -25,13 +24,14 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Number of float32 elements in a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster. For several layers with fewer gates, XLA computes a single product for
-all layers, in fewer launches. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Smallest number of gates for which the kernels are faster than XLA. For several layers with fewer gates, XLA computes
+the coefficients of all layers as a single matrix product, in fewer launches. Measured with 8,000 and 64,000 gates:
+docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. Both kernels run only on GPUs and in the simulator: see `on_gpu`.
+    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
-      dc: `(*gates, 4)`, float32.
+      dc: `(*gates, 4)`, float32, the gradient with respect to the coefficients.
       logits: `(*gates, functions)`, float32.
       table: for each function, its four integer coefficients.
     """
@@ -71,8 +71,8 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 
 def _launch(function, *arrays, table, width, name):
-    """Launch a kernel that computes `function(*columns, table)`, with one gate per lane. It maps the columns of the
-    arrays to `width` columns of the result."""
+    """Launch a kernel that computes `function(*columns, table)`, with one gate per lane. `function` maps the columns of
+    each array to `width` columns of the result."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
@@ -116,8 +116,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the u of the most probable function from all u changes only rounding errors. Without it, `u - Σ p u`
-    # would cancel if this function's p is nearly 1.
+    # Subtracting the most probable function's u from all u changes only the rounding errors of the result. Without it,
+    # `u - Σ p u` would lose digits to cancellation if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

@@ -1,4 +1,4 @@
-"""Arithmetic of a complete binary tree of gates. Values may be a kernel's registers, or arrays of `jax.numpy`.
+"""Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
 A tree of depth d has `2^d` leaves. Gate g of a level reads two values of the level before: value 2 g as its a, and
 value 2 g + 1 as its b. In `c`, the coefficients of all gates are listed level by level, with the root last.
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return the values of each level, from the leaves to the root, with `y = c0 + c1 a + c2 b + c3 ab` for each
-    gate."""
+    """Return the values of each level, from the leaves to the root. A gate with inputs a and b has the value
+    `y = c0 + c1 a + c2 b + c3 ab`."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
@@ -22,8 +22,11 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves): for each gate, the gradients `dy (1, a, b, ab)` of its coefficients, where dy is the
-    gradient of its output; and the gradients of the leaves."""
+    """Return (dc, dleaves), the gradients with respect to the coefficients and with respect to the leaves.
+
+    If dy is the gradient with respect to a gate's value, the gate's entry of dc is `dy (1, a, b, ab)`. `levels` is the
+    result of `levels_of_tree`, and the argument `dy` is the gradient with respect to the root's value.
+    """
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

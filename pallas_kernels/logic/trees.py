@@ -1,14 +1,16 @@
-"""Convolutions of trees of gates, and their gradients, with the batch as the last axis: `(channels, height, width, N)`.
+"""Convolutions whose filters are trees of gates, and their gradients. The batch is the last axis of images:
+`(channels, height, width, N)`.
 
 Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
 one block of examples. It evaluates the kernel's tree in registers, which also hold the tree's coefficients and the
 positions of its leaves. For each leaf and position, the CTA reads one vector of examples. There are few channels, so
-these vectors come from memory once, and then from the caches. With an or-pool, the CTA evaluates the trees at all
-positions of a window, and writes the largest value and its index.
+these vectors come from device memory once, and then from the caches. With an or-pool, the CTA evaluates the tree at all
+positions of a pooling window, and writes the largest value and its index.
 
-For each window, a CTA of `leaf_gradients` recomputes the tree at this index. It sums the gradients of the coefficients
-in registers, and writes the gradients of the leaves to memory. A CTA of `input_gradient` computes one input channel,
-and loops over the leaves that read it. It adds their gradients to rows of shared memory in a fixed order. Each lane is
+For each pooling window, a CTA of `leaf_gradients` recomputes the tree at the position that this index selects. It sums
+the gradients with respect to the coefficients in registers, and writes the gradients with respect to the leaves to
+device memory. A CTA of `input_gradient` computes the gradient with respect to some rows of one input channel. It loops
+over the leaves that read this channel, and adds their gradients to rows of shared memory in a fixed order. Each lane is
 one example in these kernels as well, so no two threads add to the same element.
 """
 
@@ -41,28 +43,30 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 _MAX_LEAVES = 16
 """Most leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Most positions of a pooling window. The trees at these positions are evaluated one after the other in unrolled code.
-Chosen by hand, for windows up to 3 x 3; not tuned."""
+"""Most positions per pooling window. The tree is evaluated at one position after another in unrolled code. Chosen by
+hand, for windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
-"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. With 128 registers per thread, four CTAs fill the 65536
+"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. If a thread has 128 registers, four CTAs fill the 65536
 registers of a multiprocessor."""
 _MAX_COLUMNS_PER_TURN = 2
 """Most windows whose leaves a CTA of `leaf_gradients` reads at once. Chosen by hand; not timed separately
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Bytes of shared memory for a CTA's band of an image's gradient. With smaller bands, there are more CTAs per
-multiprocessor, which hide each other's latency better. With even smaller bands, most leaves would add to two bands.
-Measured in docs/lab/2026-11-22-trees.md."""
+"""Most bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient` computes.
+With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even smaller
+bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Wanted number of bands per multiprocessor, if images have enough rows. A CTA waits for memory most of the time.
-Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
+"""Wanted number of bands per multiprocessor, if images have enough rows. Several CTAs are needed because each waits for
+memory most of the time. Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Most windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not tuned."""
+"""Most pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not
+tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per CTA: rows of the pooled output, or for `input_gradient` rows of the image."""
+    """Number of rows per CTA. They are rows of the image for `input_gradient`, and rows of the pooled output for the
+    other kernels."""
 
     rows: int
 
@@ -76,7 +80,7 @@ class _Geometry:
 
     Attributes:
       height, width: size of the padded image.
-      rows, columns: size of the pooled output.
+      rows, columns: size of the pooled output, with one element per pooling window.
       stride, pool: stride of the convolution, and size of the pooling windows.
     """
 
@@ -98,8 +102,8 @@ class _Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the row-major index of the pixel in the padded image at which the first tree of a pooling window
-        begins."""
+        """Return the index of the pixel at which the tree at the first position of a pooling window begins. Pixels of
+        the padded image are numbered in row-major order."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
@@ -108,8 +112,8 @@ class _Geometry:
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return the distance in pixels from a tree's first pixel to each leaf, which may be in another channel:
-        `(kernels, leaves)`."""
+        """Return `(kernels, leaves)`: the distance in pixels from a tree's first pixel to each leaf, which may be in
+        another channel."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -123,18 +127,23 @@ class _Tree:
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: _Geometry) -> list[list[Array]]:
-        """Load the leaves of all trees in the pooling window at pixel `first`. Return one list of leaves per
-        position."""
+        """Load the leaves of the tree at all positions of the pooling window that begins at pixel `first`. Return one
+        list of leaves per position."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address per leaf is enough, because its rows at the other positions are a constant distance away.
+        # One address per leaf is enough, because the leaf's rows at the other positions are constant distances away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: _Geometry
     ) -> list[Array]:
-        """Load the leaves of one tree per lane, at the lane's position in the pooling window, from a flattened
-        image."""
+        """Load the leaves of the tree at a separate position for each lane, for the pooling window that begins at pixel
+        `first`.
+
+        Args:
+          numbers: the flattened image.
+          place: index of each lane's position in the pooling window.
+        """
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -148,8 +157,8 @@ class _Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return the reason why no kernel supports the trees, given as the shape `(kernels, leaves, 3)`, or the pooling
-    window; else None."""
+    """Return the reason why the kernels do not support the trees or the pooling window, or None. `leaves` is the shape
+    `(kernels, leaves, 3)` of the leaves."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -180,12 +189,13 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): for each pooling window, the largest value of its trees, and the first position with this
-    value.
+    """Return (y, indices): for each kernel and pooling window, the largest value of the kernel's tree in the window,
+    and the first position with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      leaves: `(kernels, leaves, 3)` int32: channel of each leaf, and its row and column in the convolution's window.
+      leaves: `(kernels, leaves, 3)` int32: for each leaf, its channel, and its row and column in the convolution's
+        window.
       x: `(channels, height, width, N)` including padding. The batch N is a multiple of `LANES`.
 
     Returns:
@@ -237,8 +247,8 @@ def _as_rows(x):
 
 
 def _visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `body(row, columns, carry) -> carry` for all windows of some rows, with `columns_per_turn` neighboring
-    windows at a time."""
+    """Call `body(row, columns, carry) -> carry` for all pooling windows in the rows from `first` to `last`, excluding
+    `last`. Each row has `columns` windows. A call gets the columns of `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):
@@ -269,11 +279,13 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return (dc, dleaves). The tree at each window's index is recomputed. The kernel runs only on GPUs and in the
-    simulator.
+    """Return (dc, dleaves), the gradients with respect to the coefficients and with respect to the leaves.
+
+    For each pooling window, the kernel recomputes the tree at the position that the window's index selects. It runs
+    only on GPUs and in the simulator.
 
     Args:
-      dy: `(kernels, rows, columns, N)`.
+      dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
       places: the indices that `forward` returned, of dy's shape, or None if a pooling window has only one position.
       coefficients, leaves, x: as in `forward`.
 
@@ -306,7 +318,8 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """The kernel's body, for one tree, some rows of windows, and a block of examples."""
+    """Compute both gradients for one tree, `rows` rows of pooling windows, and a block of examples. This is the
+    kernel's body."""
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
@@ -369,15 +382,15 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, without padding. The kernel runs only on GPUs and in the
-    simulator.
+    """Return dx `(channels, height, width, N)` float32, for the image without its padding. The kernel runs only on GPUs
+    and in the simulator.
 
     Args:
       dleaves: the gradients of the leaves that `leaf_gradients` returned.
-      places: the argument of `leaf_gradients`.
+      places: the argument `places` of `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each `kernel * leaves + leaf`.
-      size: channels, height, and width.
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. Each leaf is given as the number `kernel * leaves + leaf`.
+      size: channels, height, and width of the image without its padding.
       padding: number of padding rows above the image, and of padding columns to its left.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
@@ -400,7 +413,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """An image divided into bands of rows, and the windows that read them.
+    """An image divided into bands of rows, and the pooling windows whose leaves read them.
 
     Attributes:
       rows: rows per band.
@@ -426,24 +439,30 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range (first, end) of the rows of windows, among `rows` rows, for which a leaf reads pixels of a
-        band.
+        """Return the range (first, end) of those rows of pooling windows in which a leaf reads pixels of a band.
 
         Args:
-          leaf_row: the row that the leaf reads in the first row of windows, relative to the band's first row.
+          leaf_row: the row of pixels, relative to the band's first row, that the leaf reads at the first position of
+            the first row of pooling windows.
+          rows: number of rows of pooling windows.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # The first row of windows whose last position reads the band's first row or a later row.
+        # The first row of pooling windows in whose last position the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient. In the window's first
-        position, the leaf reads the band's pixel (row, column).
+        """Return the index of the element of shared memory to which each lane adds a leaf's gradient.
 
-        The element belongs to the pixel that the leaf reads in the lane's position. For a pixel outside the band, it is
-        an unused element.
+        The element belongs to the pixel that the leaf reads at the lane's position in the pooling window. If this pixel
+        is outside the band, the element is an unused one.
+
+        Args:
+          row, column: the pixel, relative to the band's first pixel, that the leaf reads at the window's first
+            position.
+          place: index of each lane's position in the window, or None if the window has only one position.
+          lane: number of each lane.
         """
         (s, t), u = self.stride, lane * 0
         v = u
@@ -458,7 +477,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """The kernel's body, for one band of one channel, and a block of examples."""
+    """Compute dx for one band of one channel, and a block of examples. This is the kernel's body."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -480,7 +499,8 @@ def _input_gradient_of_band(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # A leaf reads different pixels in different windows, so the additions for several windows are independent.
+            # A leaf reads different pixels in different pooling windows, so the additions for several windows are
+            # independent.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, old_sum + value, target)

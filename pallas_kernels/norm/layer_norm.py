@@ -29,13 +29,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Most columns for which a CTA sums gradients in registers. The sums take 32 of a thread's 255 registers (CUDA C++
-Programming Guide, compute capabilities), or 64 with a bias. Chosen by hand; not tuned."""
+"""Most columns for which a CTA sums the gradients of scale and bias in registers. The sums take 32 of a thread's 255
+registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Chosen by hand; not tuned."""
 _SUMMED_ROWS = 32
-"""Most rows per CTA of `gradients`. With more, there would be fewer CTAs to hide each other's latency. Chosen by hand;
-not tuned."""
+"""Most rows per CTA of `gradients`. With more rows per CTA, there would be fewer CTAs to hide each other's latency.
+Chosen by hand; not tuned."""
 _PROGRAMS = 4
-"""Fewest CTAs per multiprocessor if CTAs have more than one row. Chosen by hand; not tuned."""
+"""CTAs of `gradients` have more than one row only if there are at least this number of CTAs per multiprocessor. Chosen
+by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class NormaliseConfig:
     """How a CTA reads a row.
 
     Attributes:
-      vector: elements that are loaded at once, a multiple of the threads.
+      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
     """
 
     vector: int
@@ -54,10 +55,11 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: elements that are loaded at once, a multiple of the threads.
-      rows: rows per CTA.
-      columns: columns per CTA, in which it writes dx and sums the parameters' gradients; a multiple of `vector`. A CTA
-        reads its rows whole. CTAs for other columns read the same rows, from the cache.
+      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
+      rows: number of rows per CTA.
+      columns: number of columns for which a CTA writes dx and sums the gradients of the parameters; a multiple of
+        `vector`. A CTA reads all columns of its rows. The CTAs for other columns of the same rows read them from the
+        cache.
     """
 
     vector: int
@@ -84,7 +86,7 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Compute the forward.
+    """Compute y and the statistics of each row.
 
     Args:
       x: `(rows, hidden)`.
@@ -135,7 +137,7 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows, it is
+    """Compute the backward. Let `t = dy * scale`. With means over a row and sums over all rows, the gradients are
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
@@ -143,7 +145,7 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: the forward's bias, needed only to compute y with `center`.
+      bias: the forward's bias. It is used only with both `with_y` and `center`.
       offset, inv_std: not used. The kernel recomputes both, because it reads each row several times in any case.
       with_y: whether to recompute and return the forward's y as well.
 
@@ -175,12 +177,13 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use.
+    """A row in device memory, which is loaded again for every use.
 
     Attributes:
+      x_ref: reference to all rows.
       mask_ref: reference to a vector that is 1 in the columns of the row and 0 in padding.
       row: index of the row.
-      vectors: the slices into which the row is divided.
+      vectors: the slices of columns into which the row is divided.
       hidden: number of columns without padding.
     """
 
@@ -213,7 +216,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """The kernel's references. `sums` holds dscale and, with `center`, dbias. `y` is None unless `with_y`."""
+    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. `y` is None unless `with_y`."""
 
     dy: Any
     x: Any
@@ -227,7 +230,7 @@ class _BackwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`."""
+    """The body of the kernel `gradients`."""
 
     config: GradientsConfig
     rows: int
@@ -250,7 +253,7 @@ class _Backward:
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Write a row's dx, and y if wanted, in this CTA's columns. Return `sums` plus the row's terms."""
+        """Write a row's dx in this CTA's columns, and y if `refs.y` is not None. Return `sums` plus the row's terms."""
         vectors = _vectors(refs.x.shape[1], self.config.vector)
         x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
         load_hat, _, inv_std = x_row.normalise()
@@ -283,7 +286,7 @@ def _load(ref: Any, index: Any) -> Array:
 
 
 def _fill_up(a: Array) -> Array:
-    """Pad the last axis with zeros to whole warpgroups."""
+    """Pad the last axis with zeros to a multiple of a warpgroup's threads."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 

@@ -2,12 +2,12 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The mean and inv_std are statistics of a row of x; scale and bias are LayerNorm's parameters, w and b the dense layer's.
-The weights stay in shared memory, so the widths of x and z must be small. CTAs are persistent, with two warpgroups. In
-the forward, each warpgroup processes separate blocks of 64 rows, at a fixed stride. A bulk copy brings a block into
-shared memory. The warpgroup loads it into registers, and the copy of the next block starts. It normalizes the rows in
-registers, from which the tensor cores read them, and bulk copies write z. In the input gradient, the two warpgroups
-share a block, and each computes half of its columns.
+The mean and inv_std are statistics of a row of x. LayerNorm has the parameters scale and bias, and the dense layer has
+the parameters w and b. The weights w stay in shared memory, so the widths of x and z must be small. CTAs are
+persistent, with two warpgroups. In the forward, each warpgroup processes different blocks of 64 rows. A bulk copy
+brings a block into shared memory. The warpgroup loads the block into registers, and the copy of the next block starts.
+The warpgroup normalizes the rows in registers, from which the tensor cores read them, and bulk copies write z. In the
+input gradient, the two warpgroups share each block, and each warpgroup computes half of the block's columns.
 """
 
 import dataclasses
@@ -31,12 +31,13 @@ from pallas_kernels.norm.statistics import inverse_root
 _ROWS = 64
 """Rows per block: the number of rows of a `wgmma` instruction (PTX ISA)."""
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster. With fewer rows, two separate kernels exchange y through the L2 cache
-(docs/lab/2026-11-21-norm.md)."""
+"""Smallest number of rows for which these kernels are faster than separate kernels for LayerNorm and for the dense
+layer. With fewer rows, the separate kernels exchange y through the L2 cache (docs/lab/2026-11-21-norm.md)."""
 _COLUMNS = 64
-"""Number of columns that are computed at once. In half precision they fill the 128 bytes of an operand's row."""
+"""Number of columns that are computed at once. In half precision, they fill the 128 bytes of an operand's row in shared
+memory."""
 _WARPGROUPS = 2
-"""Warpgroups per CTA. With two, a thread has 255 registers and spills none; with three it spills some
+"""Number of warpgroups per CTA. With two, a thread has 255 registers and spills none; with three, it spills some
 (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
@@ -153,7 +154,8 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """The kernel's references. `vectors` holds scale, bias, and b in shared memory, one after the other."""
+    """References to the arrays and barriers of `forward`. `vectors` holds scale, bias, and b in shared memory, one
+    after another."""
 
     x: Any
     w: Any
@@ -199,7 +201,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # Wait until every warp has read the stage, before it is filled again.
+            # Wait until every warp has read the stage, before the stage is filled again.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -209,7 +211,7 @@ class _Forward:
 
     @property
     def _slices(self):
-        """Return the slices of `vectors` that hold scale, bias, and b."""
+        """The slices of `vectors` that hold scale, bias, and b."""
         return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
@@ -294,7 +296,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """The kernel's references. `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row."""
+    """References to the arrays and barriers of `input_gradient`. For each row, `sums` holds the sums of t and of t * x̂
+    over each warpgroup's half of the columns. Here `t = (dz w) * scale`."""
 
     dz: Any
     x: Any
@@ -362,8 +365,8 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Compute dx and x̂ for half the columns of a block, and start their copies to device memory. dx overwrites x
-        in its stage."""
+        """Compute dx and x̂ for this warpgroup's half of a block's columns, and start the copies of both to device
+        memory. In the stage of x, dx overwrites x."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -391,7 +394,7 @@ class _InputGradient:
         plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
-        """Return the given columns of `dz w`, which need both halves of dz."""
+        """Return the given columns of `dz w`. The product sums over both halves of dz's columns."""
         half = self.outputs // 2
 
         def multiply(sums):
@@ -403,8 +406,8 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums over its columns, and then waits for the
-        other's sums."""
+        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums over half of the columns, and then waits for
+        the sums of the other warpgroup."""
         pieces = _pieces(self.hidden // 2)
         sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
@@ -444,16 +447,16 @@ def _load_columns(ref: Any, columns: Any) -> Array:
 
 
 def _first_values(x: Array) -> Array:
-    """Return the first value of each row. One thread holds it and other threads hold the rest of the row, so the row is
-    summed with zeros in place of all other values."""
+    """Return the first value of each row. Only one of the threads that hold a row has this value. The row's first
+    columns are therefore summed over these threads, with zeros in place of all other values."""
     first_columns = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def _sum(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum over each row of `function(piece)`. The pieces are added first, so that one reduction by shuffles
-    is enough."""
+    """Return the sum over each row of `function(piece)`, for all pieces. The pieces are added first, so that one
+    reduction by shuffles is enough."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -1,15 +1,16 @@
-"""LayerNorm and RMSNorm of rows that stream through shared memory: the forward, and all gradients, or dx, in one pass.
+"""LayerNorm and RMSNorm of rows that stream through shared memory. One pass computes the forward, the backward, or only
+dx.
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
 Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm, `center=False`,
 omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
-first element. Values far from zero thus lose no digits in the difference, which they would if the mean were rounded.
+first element. If values are far from zero, rounding the mean would lose digits of `x - mean`; the offset avoids this.
 
-The kernels are persistent: a CTA processes groups of rows, which stream through a ring of stages in shared memory
-(`row_stream.py`). The CTA loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them in the
-stage with the results. The gradients of scale and bias are summed in registers over the rows of a CTA, and then over
-CTAs in a fixed order.
+The kernels are persistent: a CTA processes several groups of rows, which stream through a ring of stages in shared
+memory (`row_stream.py`). The CTA loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them
+in the stage with the results. The gradients of scale and bias are summed in registers over the rows of a CTA, and then
+over CTAs in a fixed order.
 """
 
 import dataclasses
@@ -29,14 +30,15 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Most bytes of the rings of all CTAs on a multiprocessor. From the sweeps in docs/lab/2026-11-21-norm.md, on an H200,
-which has 228 KiB (CUDA C++ Programming Guide, compute capabilities)."""
+"""Most bytes of shared memory for the rings of all CTAs on a multiprocessor. The number is from the sweeps in
+docs/lab/2026-11-21-norm.md on an H200, whose multiprocessors have 228 KiB each (CUDA C++ Programming Guide, compute
+capabilities)."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA in addition to those that the CTA may use (CUDA C++ Programming
 Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Bytes of a CTA's shared memory besides its ring: Mosaic takes 2 KiB for sums across warps, and 1 KiB is more than the
-barriers need."""
+"""Bytes of a CTA's shared memory in addition to its ring. Mosaic takes 2 KiB for sums across warps. The remaining 1 KiB
+is more than the barriers need."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -62,7 +64,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows that makes bulk copies of about 8 KiB, and at least a block."""
+    """Return the number of rows per group: at least one block, and enough rows for bulk copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -86,7 +88,8 @@ def _backward_unsupported(dy, x, *others, **options):
     return _unsupported(x, arrays=2)
 
 
-# The limits of stages and CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
+# The largest numbers of stages and of CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md,
+# 2026-11-25-norm.md.
 
 
 def _normalise_heuristic(x, scale, bias, *, eps, center):
@@ -113,7 +116,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Compute the forward, as `layer_norm.normalise` does."""
+    """Compute y and the statistics of each row, as `layer_norm.normalise` does."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -146,7 +149,7 @@ def gradients(
     """Compute the backward, as `layer_norm.gradients` does.
 
     Args:
-      offset, inv_std: results of `normalise`. Both are computed in the same pass if inv_std is None.
+      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes both in the same pass.
     """
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
@@ -175,7 +178,7 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Compute dx only, from x̂ and `t = dy * scale`: `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in x̂'s dtype.
+    """Return only dx, `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in the dtype of x̂. Here `t = dy * scale`.
 
     Args:
       t, normalised: `(rows, hidden)`; `normalised` is x̂.
@@ -186,16 +189,18 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return dx and x̂ in x's dtype, from one pass that combines `input_gradient` and `normalise` without parameters.
+    """Return dx and x̂, both in x's dtype. In one pass, the kernel normalizes x without scale and bias, and computes dx
+    as `input_gradient` does.
 
     Args:
-      t, x: `(rows, hidden)`.
+      t, x: `(rows, hidden)`; `t = dy * scale`.
     """
     return _launch_input_gradient(t, x, None, eps, config)
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """Return (dx,) if `x` holds rows of x̂ and inv_std is given, or (dx, x̂) from rows of x and eps."""
+    """Return (dx,) if eps is None; `x` then holds x̂. Return (dx, x̂) if eps is given; inv_std is then computed from
+    `x`."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -212,13 +217,13 @@ def _launch_input_gradient(t, x, inv_std, eps, config):
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
-    """Return (number of CTAs, rows when the last group is full)."""
+    """Return the number of CTAs, and the number of rows rounded up to whole groups."""
     groups = -(-rows // config.rows)
     return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
 
 
 def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
-    """Return the shared memory of a ring for these arrays, and its barriers."""
+    """Return the shared memory of a ring with stages for these arrays, and the ring's barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -276,7 +281,8 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Replace x and dy by dx and y, for blocks that are computed together, and add to the sums."""
+        """For blocks that are computed together, overwrite x with dx in the stage and, if `with_y`, dy with y. Return
+        `sums` plus the terms of these blocks."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -294,7 +300,8 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """Computes dx from rows of x̂ or, with an eps, from rows of x; x̂ is then also a result."""
+    """The body of the kernels that compute dx only. If eps is None, dx is computed from rows of x̂. Otherwise, dx and
+    x̂ are computed from rows of x."""
 
     eps: float | None
 

@@ -1,8 +1,8 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block is one row per warp, or one row for the whole warpgroup. It is loaded from a stage in shared memory into
-registers in float32. There it is normalized, and the sums over its rows and the gradient with respect to its input are
-computed. The caller stores the results.
+A block has one row per warp, or one row for the whole warpgroup. It is loaded from a stage in shared memory into
+registers, and converted to float32. The functions of `Block` normalize it in registers, sum over its rows, and compute
+the gradient with respect to its input. The caller stores the results.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """The statistics of each row; the offset is present with `center` only."""
+    """The statistics of each row, or references to them. Without `center`, `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -29,12 +29,13 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows in registers, `(rows, hidden / piece, piece)`: how they are loaded, summed, and broadcast.
+    """Shape and layout of a block of rows in registers, with functions that load, sum, and broadcast it. The shape is
+    `(rows, hidden / piece, piece)`.
 
     Attributes:
-      hidden: columns of a row.
-      rows: rows that are computed at once: one per warp, or one for the whole warpgroup.
-      piece: adjacent columns in a bulk copy.
+      hidden: number of columns.
+      rows: number of rows: one per warp, or one for the whole warpgroup.
+      piece: number of adjacent columns along the last axis of a bulk copy.
       layout: layout of the registers.
     """
 
@@ -71,12 +72,12 @@ class Block:
         return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
 
     def load_parameter(self, ref: Any) -> Array:
-        """Load one value per column, and repeat it for each row."""
+        """Load a parameter with one value per column, and repeat it for each row."""
         a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
         return plgpu.layout_cast(a, self.layout)
 
     def load_row_values(self, ref: Any, row: Any) -> Array:
-        """Load one value per row, for a block's rows from `row` on."""
+        """Load one value per row, for the block that begins at `row`."""
         return self.load(self.block_rows(ref, row), self.row_layout)
 
     def load_statistics(self, refs: Statistics, row: Any) -> Statistics:
@@ -98,7 +99,8 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Sum over the rows, as far as no thread needs another thread's values."""
+        """Return the part of the sum over the rows that needs no values of other threads. With one row per warp, this
+        is the block `a` without a sum. `sum` computes the rest."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
@@ -107,22 +109,23 @@ class Block:
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A row of
-        the whole warpgroup is computed separately, with all registers.
+        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A block
+        with one row for the whole warpgroup is computed separately, so that it can use all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function with the value of `compute`, kept in registers or, for blocks computed together, recomputed
-        per use."""
+        """Return a function without arguments that returns the value of `compute`. With one row per warp, each call
+        computes the value again. Otherwise the value is computed once and kept in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, value of its row)` for blocks that are computed together, each in the form of
+        """Return `operation(block, a)` for each of several blocks that are computed together. Here `a` is the block's
+        entry of `row_values`, with each row's value repeated along the row. Blocks and results are functions as in
         `values`."""
 
         def combine_block(block, a):
@@ -133,8 +136,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return (x̂ as `values`, the statistics) of blocks computed together. Statistics are computed unless they are
-        known."""
+        """Return x̂, as functions as in `values`, and the statistics of several blocks that are computed together. If
+        `known_statistics` is None, the statistics are computed from x."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -151,13 +154,14 @@ class Block:
     def means(
         self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
     ) -> list[tuple[Array, Array | None]]:
-        """Return (mean(t * x̂), mean(t) with `center`) of each row, for blocks that are computed together."""
+        """For each of several blocks that are computed together, return the means `mean(t * x̂)` and `mean(t)` of its
+        rows. Without `center`, the second is None."""
         projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
         means = [self.mean(t()) if center else None for t in ts]
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return dx of a block, from the means of its rows."""
+        """Return dx of a block, from the results `projection` and `mean` of `means` for this block."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)
@@ -165,9 +169,9 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return the block for rows of `hidden` elements, or None if there is none."""
+    """Return the `Block` for rows of `hidden` columns, or None if the kernels do not support this number of columns."""
     if hidden <= 1024 and hidden % 128 == 0:
-        # A row belongs to one warp, which sums it without a barrier.
+        # Each row belongs to one warp, which sums the row without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return Block(hidden, 4, 128, layout)
     if hidden <= 8192 and hidden % 256 == 0:

@@ -1,8 +1,8 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-A CTA processes groups of rows at a fixed stride. Bulk copies bring a group into a stage while other groups are
-computed. A step overwrites the rows in the stage with the results, and a bulk copy writes these to device memory. Past
-the last row, such a copy reads zeros and writes nothing.
+With n CTAs, each CTA processes every n-th group of rows. Bulk copies bring a group into a stage while other groups are
+computed. A step overwrites the rows in the stage with the results, and a bulk copy writes the results to device memory.
+For rows after the array's last row, a bulk copy reads zeros and writes nothing.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class Config:
     """How CTAs process rows.
 
     Attributes:
-      rows: rows per group, which fills a stage; a multiple of the rows of a block.
-      stages: stages of the ring.
-      programs: resident CTAs per multiprocessor.
+      rows: number of rows per group. A group fills one stage and consists of whole blocks (`row_block.py`).
+      stages: number of stages of the ring.
+      programs: number of resident CTAs per multiprocessor.
     """
 
     rows: int
@@ -36,7 +36,11 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A persistent CTA's loop over groups of rows."""
+    """A persistent CTA's loop over groups of rows.
+
+    Attributes:
+      programs: number of CTAs on all multiprocessors.
+    """
 
     block: Block
     config: Config
@@ -52,10 +56,17 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """Bring the groups through shared memory, and compute `carry = step(first row, stages, wait, carry)` for each.
+        """Copy each group of rows to shared memory, and compute `carry = step(first row, stages, wait, carry)` for it.
+        Return the last carry.
 
-        After a step calls `wait`, the stages hold its rows of each of `sources`. The results that it leaves in the
-        first of these stages are copied to `targets`.
+        A step gets one stage per array of `sources`. After the step has called `wait`, each stage holds the group's
+        rows of the array. The step overwrites one stage per array of `targets`, beginning with the first stage. The
+        results in these stages are then copied to `targets`.
+
+        Args:
+          stages: the ring's buffers, one per array of `sources`.
+          loaded: the ring's barriers.
+          program: index of the CTA.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
@@ -79,7 +90,7 @@ class Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The stage that is filled next held the previous group's results, which a bulk copy must have read.
+            # The stage that is filled next holds the previous group's results until a bulk copy has read them.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

@@ -2,8 +2,8 @@
 
 A CTA computes a block of one row of the result. It loads each array's block from device memory into registers, applies
 the formula, and writes the results. A row spans the trailing axes along which each array either has all elements or is
-constant. The last CTA of a row also computes the elements after the last whole block. The kernel does not use shared
-memory.
+constant. The last CTA of a row also computes the elements after the row's last whole block. The kernel does not use
+shared memory.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. `_heuristic` takes the largest candidate for which there are at least
-`_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the number of elements per thread. `_heuristic` takes the largest candidate for which there are at
+least `_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Most elements per thread if every candidate gives fewer than `_WANTED_PROGRAMS` CTAs. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
@@ -40,7 +40,7 @@ are extended to more axes, along which arrays are broadcast in memory."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` elements of a row, a multiple of `LANES` and at most a row."""
+    """Tile of a CTA: `length` elements of one row. `length` is a multiple of `LANES`, and at most the row's length."""
 
     length: int
 
@@ -129,7 +129,8 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return the rows among which CTAs are divided, each at least a vector long."""
+    """Return the `Rows` of the result, which are divided among the CTAs. Each row has at least the length of a
+    vector."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -139,34 +140,34 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Pad arrays that broadcast to less than a vector with zeros to a vector. Arrays of a single element are not
-    padded."""
+    """Flatten arrays that broadcast to `shape`, which has fewer elements than a vector, and pad them with zeros to a
+    vector. An array of a single element is only flattened."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:
-    """Return the dtype in which a kernel computes with arrays of `dtype`."""
+    """Return the dtype in which a kernel computes with arrays of `dtype`: float32 for floats, `dtype` for integers."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
-    """Return the tree structure of a formula's results for vectors."""
+    """Return the pytree structure of a formula's results if its arguments are vectors."""
     scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
     return jax.tree.structure(jax.eval_shape(formula, *scalars))
 
 
 class Rows:
-    """Division of arrays that broadcast to `shape` into rows. Along a row, each array has either all elements or one.
+    """Division into rows of arrays that broadcast to `shape`. Along a row, each array has either all elements or one.
 
     Args:
       arrays: the arrays, or other objects with their shapes and dtypes.
-      axis: first axis of a row. The default gives the longest rows. If an array has some but not all elements of a row,
-        `flatten` broadcasts it in memory.
+      axis: first of the axes that a row spans. The default gives the longest rows. If an array has some but not all
+        elements of a row, `flatten` broadcasts it in memory.
 
     Attributes:
-      count, length: number and length of the rows.
-      lead, leads: sizes of the axes before a row's axes, of `shape` and of each array.
+      count, length: number of rows, and number of elements per row.
+      lead, leads: sizes of the axes before the axes of a row, in `shape` and in each array.
       spans_row: for each array, whether it has all elements of a row.
       has_mixed_dtypes: whether vectors of different dtypes are loaded.
     """
@@ -191,7 +192,7 @@ class Rows:
         return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays in the form that `load` takes."""
+        """Return the arrays flattened to vectors, as `load` takes them."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # Single elements are converted here, because a kernel loads them as float32.

@@ -1,9 +1,9 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-Sums are along rows or along columns. A CTA sums a part of one row, or of one block of columns. It loads vectors of the
-arrays from device memory into registers, applies the formula, and adds the results in registers. Along a row, it
-finally sums over the lanes and writes one element; along columns, it writes a vector. XLA adds the parts. The kernel
-does not use shared memory.
+Sums are along rows or along columns. A CTA sums a part of one row, or a part of one block of columns. It loads vectors
+of the arrays from device memory into registers, applies the formula, and adds the results in registers. Along a row, it
+finally sums over the lanes and writes one element. Along columns, it writes a vector with one sum per column. XLA adds
+the sums of the parts. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ _WANTED_PROGRAMS = 2048
 """Wanted number of CTAs, if the sums are long enough: several per multiprocessor of the devices in `core/device.py`.
 More CTAs were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Most elements of a vector per thread. Along a row, the thread adds them up; along columns, it keeps one sum per
-element. Chosen by hand; not tuned."""
+"""Most elements of a vector per thread, for sums along rows and for sums along columns. Along a row, a thread adds up
+its elements. Along columns, it keeps one sum per element. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
 """Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), which
 are two elements of float32. Only vectors with the same number of elements per load can be combined."""
@@ -43,7 +43,7 @@ class Config:
     """Tiles of `sum_over`.
 
     Attributes:
-      length: elements per vector, a multiple of `LANES`.
+      length: number of elements per vector, a multiple of `LANES`.
       splits: number of parts of equal length into which each sum is divided.
     """
 
@@ -56,9 +56,10 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that is read. Its axes are in `order`. If `columns` is given, it is a matrix, whose
-        columns may be padded to a vector.
-      axis: first of the axes that are summed over. The sum includes all later axes, except with `along_columns`.
+      shape: shape of the data that the kernel reads, after its axes are permuted to `order`. If `columns` is not None,
+        the data is then reshaped to a matrix, whose number of columns may be padded to the length of a vector.
+      axis: first of the axes that the kernel sums over.
+      along_columns: whether the kernel sums over `axis` only. Otherwise, it sums over `axis` and all later axes.
       order: permutation of the axes, or None if they are not permuted.
       columns: number of columns of the matrix without padding, or None if the data is not reshaped to a matrix.
       remaining_axes: axes of the kernel's result over which XLA sums afterwards.
@@ -93,7 +94,7 @@ class _Walk:
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
 
     def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """Return array `a`, which broadcasts to `shape`, transposed or reshaped as the kernel reads it."""
+        """Return array `a`, which broadcasts to `shape`, transposed and reshaped for the kernel."""
         if self.columns is not None:
             a = jnp.broadcast_to(a, shape).transpose(self.order).reshape(-1, self.columns)
             return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
@@ -110,7 +111,7 @@ class _Walk:
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":
-        """Return the sums that the kernel computes, with vectors of `length`."""
+        """Return the sums that the kernel computes, with vectors of `length` elements."""
         if not self.along_columns:
             return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
         blocks = -(-rows.length // length)
@@ -119,11 +120,12 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Sums over `steps` vectors of `length` elements. There is one sum per row and block, in `count` rows of `blocks`
-    blocks each.
+    """The sums that a kernel computes. There are `count * blocks` sums, each over `steps` vectors of `length` elements.
 
-    Along a row, the steps are the vectors of the row, and a sum is one element. Along columns, each step is the vector
-    of another row of `rows`, and a sum is a vector.
+    For sums along rows, `count` is the number of rows and `blocks` is 1. The steps are the vectors of a row, and the
+    sum is one element. For sums along columns, `count` is the number of matrices whose columns are summed, and `blocks`
+    is the number of blocks of columns in each matrix. Each step adds a vector from another row of the matrix, and the
+    sum is a vector. `rows` holds the rows of all matrices.
     """
 
     rows: Rows
@@ -139,8 +141,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row of `rows` that a step reads, and the first element of its vector. Along columns, the last
-        block may overlap the block before it."""
+        """Return the row of `rows` that a step reads, and the index of its vector's first element in this row. Along
+        columns, the last block may overlap the block before it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -150,8 +152,8 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Return the broadcast shape without axes of size 1, each array's shape without these axes, and the summed axes
-    among the rest."""
+    """Remove the axes of size 1 from the broadcast shape. Return the remaining shape, the shape of each array without
+    the removed axes, and the indices of `axes` among the remaining axes."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -184,8 +186,8 @@ def _heuristic(formula, *arrays, axes):
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
 
-    Each CTA sums a part in a fixed order; the parts are then summed in a fixed order. If a row does not end with a
-    whole vector, XLA sums the remaining elements.
+    Each CTA sums a part in a fixed order, and the sums of the parts are then added in a fixed order. If a row does not
+    end with a whole vector, XLA sums the remaining elements.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -231,11 +233,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return the sums over the axis `walk.axis`. The axes after it have at least as many elements as a vector."""
+    """Return the sums over the axis `walk.axis`. The axes after it together have at least the elements of a vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector may overlap the vector before it. Its first elements are then dropped.
+    # The last vector may overlap the vector before it. The first elements of the last vector are then dropped.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
@@ -243,8 +245,9 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Launch the kernel. For each row and block, it sums the formula over all steps, at
-    `sums.place(row, block, step)`."""
+    """Launch the kernel, and return one array of sums per output of the formula. For each row and block of `sums`, the
+    kernel sums the formula over all steps. A step reads its vectors at `sums.place(row, block, step)`. Each sum is
+    divided into `splits` parts, which XLA adds."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

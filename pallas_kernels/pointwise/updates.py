@@ -1,10 +1,10 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in lists, such as parameters, moments, and gradients, whose i-th arrays belong together. A CTA computes one
-block of one array of every list: it loads the blocks from device memory into registers, applies the formula, and writes
-the results. It finds its array by comparing its index with the index of each array's first CTA. The code for different
-arrays differs only in pointers and a size. One switch selects these before the loads, and another before the stores.
-All other code is shared.
+Arrays come in several lists, for example one list of parameters, one of moments, and one of gradients. The i-th arrays
+of all lists belong together. A CTA computes one block of the i-th arrays, for one i. It loads this block of every list
+from device memory into registers, applies the formula, and writes the results. The CTA finds i by comparing its index
+with the index of each array's first CTA. The code for different arrays differs only in pointers and a size. One switch
+selects these before the loads, and another before the stores. All other code is shared.
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Elements per thread and array, if there are at least `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision
-moments, converted to float32, would take most of a thread's registers. Chosen by hand; not tuned."""
+"""Number of elements of each list that a thread computes, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16
+elements, half-precision moments, converted to float32, would take most of a thread's registers. Chosen by hand; not
+tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Largest average number of elements per array for which the kernel pays: 2 MiB of float32. For larger arrays, the time
-of a launch hardly matters. With 128,000 elements the kernel pays, with 1,024,000 it does not:
+"""Largest average number of elements per array for which the kernel is used: 2 MiB of float32. For larger arrays, the
+time of a launch hardly matters. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
 """Most arrays per launch. Each array has a case in the switches, and the compile time grows faster than the number of
@@ -64,8 +65,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # If results are not in place, XLA copies every array in a training loop, with one launch per array. Large arrays
-    # are faster in XLA, which can fuse an update with the gradient that it needs, so that the gradient is not stored.
+    # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA updates
+    # large arrays faster, because it can fuse an update with the computation of the gradient, which is then not stored.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -141,5 +142,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return the number of elements of the widest dtype that one access can load."""
+    """Return how many elements of the widest dtype in `lists` one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

@@ -1,4 +1,5 @@
-"""Other libraries, timed on the same arrays in the same run. Each library has one module."""
+"""Other libraries (peers), which the bench times on the same arrays and in the same run as jaxbp. Each library has one
+module."""
 
 import dataclasses
 import fnmatch
@@ -15,12 +16,15 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Name -> module that times another library. It defines `VERSION`, and `variants(task)`, which yields variants."""
+"""Name of a peer -> the module that times it. The module defines `VERSION`, the version of the library, and
+`variants(task)`, which yields each `Variant` in which the peer computes the task."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
 """Peer -> a pattern that matches the name of its fastest formulation, for peers that have several.
 
-It is the fastest in every run in docs/results/ that timed all of them. `variants` chooses the fastest mode of running.
+A formulation is one of several ways in which a peer can compute a workload. The formulation in this dict is the fastest
+one in every run in docs/results/ that timed all formulations. `variants` chooses the fastest mode, such as a CUDA
+graph.
 """
 
 VariantChoice = Literal["best", "all"]
@@ -28,19 +32,21 @@ VariantChoice = Literal["best", "all"]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A workload for a peer.
+    """A workload that a peer computes and times.
 
     Attributes:
-      op, options: of the catalogue; "lenet", "logic", "logic-large", "logic-conv" and "automaton" are training steps.
-      sets: the arguments of each call, in the form that jaxbp's function takes; one set for a training step. Empty if
-        only the names of the variants are needed.
-      small: the arguments for the results that are compared with float64.
-      calls: the number of calls in a program.
+      op, options: the name of an op of the catalogue, and its options. The op may also be a training step: "lenet",
+        "logic", "logic-large", "logic-conv", or "automaton".
+      sets: one set of arguments per call, in the form that jaxbp's function takes. A training step has only one set. It
+        is empty if only the names of the variants are needed.
+      small: the arguments at a small batch size. The results for these arguments are compared with float64.
+      calls: the number of calls that one timed program makes.
       dtype: the dtype of the computation.
       precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
-      products: whether there are matrix products or convolutions, so that TF32 makes a difference.
-      seconds: the least time of a round.
-      choice: "best" for the fastest variant of the library, "all" for every variant.
+      products: whether the workload has matrix products or convolutions, whose results and times depend on whether TF32
+        is allowed.
+      seconds: the least duration of a timing round.
+      choice: "best" to time only the fastest variant of the library, or "all" to time every variant.
     """
 
     op: str
@@ -56,12 +62,13 @@ class Task:
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
-"""A variant of a peer: its name, its precision or None, and a function that measures it.
+"""One way in which a peer computes a workload: the name of the variant, the precision of its products or None, and a
+function that measures it.
 
-The function returns the fields of `measure.MEASURED` that it knows, and `results`. These are the floating results for
-the small arguments, in the order of jaxbp's function, or None. If its arguments differ from the arguments of the task,
-it also returns `reference`, the float64 results to compare with. It may return `error_reason`, which says why there is
-no error.
+The function returns the fields of `measure.MEASURED` that it knows, and `results`. `results` are the floating results
+for `Task.small`, in the order in which jaxbp's function returns them, or None. If the variant computes with other
+arguments than the task has, the function also returns `reference`, the float64 results to compare with. If no error can
+be measured, the function may return the reason as `error_reason`.
 """
 
 

@@ -11,7 +11,7 @@ VERSION = metadata.version("liger-kernel")
 
 
 def _layer_norm_backward(dy, x, scale, mean, inv_std):
-    return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # only the dtype of the bias is read
+    return layer_norm_backward(dy, x, scale, scale, mean, inv_std)  # Liger-Kernel reads only the dtype of the bias
 
 
 FORWARDS = {

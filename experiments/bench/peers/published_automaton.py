@@ -1,10 +1,10 @@
 """Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
 
-Every gate evaluates all 16 functions, stacks them, and weights them with the softmax of its logits. `jax.vmap` maps
-over cells, and `jax.lax.scan` runs the ticks. Nothing is computed twice. The code is reimplemented from the article,
-for the same wires, logits, and states as jaxbp's automata. There are two variants: JAX's default compilation, and XLA's
-deterministic operations, which the article's code turns on. Without these, the gradients of wires that read the same
-input add up in any order.
+Every gate evaluates all 16 functions, stacks their values, and sums them, weighted with the softmax of its logits.
+`jax.vmap` maps over cells, and `jax.lax.scan` runs the ticks. Nothing is computed twice. The code is reimplemented from
+the article, for the same wires, logits, and states as jaxbp's automata. There are two variants: JAX's default
+compilation, and XLA's deterministic operations, which the article's code turns on. Without deterministic operations,
+the gradients of gates that read the same input are added in an order that varies between runs.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
@@ -24,7 +24,8 @@ VERSION = jax.__version__
 
 
 def variants(task):
-    """Yield both ways to compile the automaton, or nothing for other ops."""
+    """Yield the automaton as two variants, with default and with deterministic compilation. Yield nothing for other
+    ops."""
     if task.op != "automaton":
         return
     for name, options in (("", {}), (", deterministic", {"xla_gpu_deterministic_ops": True})):
@@ -39,7 +40,7 @@ def _measured(task, options):
     timed = time_compiled(compiled, task.sets, task.calls, task.seconds)
     call = jax.jit(function, compiler_options=options).lower(*task.sets[0]).compile()
     memory = {"temporary_bytes": call.memory_analysis().temp_size_in_bytes}
-    return timed | memory | {"results": floats(call(*task.small))}  # the small batch is the batch itself
+    return timed | memory | {"results": floats(call(*task.small))}  # the small batch is the whole batch
 
 
 def _published(logits, automaton, state, steps):
@@ -58,7 +59,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """`(9, channels) -> (channels,)`."""
+    """Return the next state of one cell, `(channels,)`, from the nine cells that it sees, `(9, channels)`."""
 
     def perceived(of_kernel):
         x = patch.T

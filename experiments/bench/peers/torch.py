@@ -1,9 +1,11 @@
 """PyTorch as a peer of the bench: the same workloads on the same arrays, timed in the same run.
 
-The variants are eager, eager captured in a CUDA graph, and compiled. Compiled ops are captured in a CUDA graph.
-Compiled training steps use `mode="reduce-overhead"`, or are compiled layer by layer and then captured. Products of
-float32 run in float32 and in TF32. The best variant is the last, in the precision of jaxbp's rows. Eager times are host
-times if the host is slower than the device; CUDA graphs give device times. Errors are measured on the eager functions.
+There are three modes: eager, eager captured in a CUDA graph, and compiled. Compiled ops are also captured in a CUDA
+graph. Compiled training steps use `mode="reduce-overhead"`, or are compiled layer by layer and then captured. If a
+workload has products of float32, each mode is timed with products in float32 and in TF32. The best variant has the last
+of the modes that can run, and the precision of jaxbp's rows. In eager mode, the host may be slower than the device, and
+then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the eager
+functions.
 """
 
 import collections
@@ -38,17 +40,19 @@ def variants(task: Task) -> Iterator[Variant]:
 
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""Time after which no further layer is compiled."""
+"""The time in seconds after which `compile_layers` compiles no further layer."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""`build(task, mode) -> (the i-th call of the task, its results for the small arguments, other fields of its row)`."""
+"""`build(task, mode) -> (call, results, fields)`, which prepares a task for measurement. `call(i)` makes the i-th call
+of the task. `results()` returns the results for the small arguments. `fields` has other fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield the variants of a task on PyTorch's tensors: eager, and on a GPU also in a CUDA graph and in `modes`.
+    """Yield the variants of a task on PyTorch's tensors: eager, and on a GPU also captured in a CUDA graph, and in each
+    mode of `modes`.
 
     Args:
-      modes: further modes, the fastest last.
-      best: how many of the last modes are timed if the choice is "best".
+      modes: the names of further modes, which `build` takes, with the fastest mode last.
+      best: the number of modes that are timed if the task's choice is "best". These are the last ones of all modes.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -64,10 +68,11 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    PyTorch does not count the memory of a CUDA graph that its compiler captured.
+    The memory is not measured if PyTorch's compiler captures the CUDA graph, because PyTorch does not count the memory
+    of such a graph.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True  # look for the fastest algorithm, as XLA does
+    torch.backends.cudnn.benchmark = True  # cuDNN tries all algorithms and keeps the fastest one, as XLA does
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
@@ -89,7 +94,11 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return the `build` of single ops: forwards with their gradients, and backwards."""
+    """Return a `Build` for single ops.
+
+    `forwards` and `backwards` map the names of ops to PyTorch functions. A call of a forward also computes its
+    gradients.
+    """
     return functools.partial(_op, forwards, backwards)
 
 
@@ -109,7 +118,8 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Convert the arguments to PyTorch's conventions. They share JAX's memory where the conventions agree."""
+    """Convert the arguments of a jaxbp function to tensors, and to the arguments of the PyTorch function. The tensors
+    share the memory of the JAX arrays where no conversion is needed."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -123,7 +133,10 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the residuals per row: the mean and the inverse standard deviation, or the inverse root mean square."""
+    """Return the residuals that PyTorch's norms keep, one number each per row.
+
+    With `centred`, they are the mean and the inverse standard deviation, else the inverse root mean square.
+    """
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -137,7 +150,8 @@ def tensor(a):
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert indices within windows to PyTorch's indices within an image."""
+    """Convert indices of maxima from indices within a window, as in jaxbp, to indices within an image, as in
+    PyTorch."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -167,7 +181,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # PyTorch reads only the shapes of arrays that the unwanted gradients need.
+    # For gradients that are not wanted, PyTorch reads only the shapes of the arrays.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)
@@ -216,7 +230,7 @@ def _softmax_cross_entropy_backward(dy, logits, labels):
     if labels.is_floating_point():
         return [dy[:, None] * (torch.softmax(logits, -1) * labels.sum(-1, keepdim=True) - labels)]
     log_probabilities = torch.log_softmax(logits, -1)
-    total_weight = logits.new_empty(())  # read only for the reduction "mean"
+    total_weight = logits.new_empty(())  # PyTorch reads it only if the reduction is "mean"
     d = aten.nll_loss_backward(dy, log_probabilities, labels, None, 0, -100, total_weight)
     return [aten._log_softmax_backward_data(d, log_probabilities, -1, logits.dtype)]
 
@@ -256,12 +270,12 @@ FORWARDS = {
 
 
 def training(make: Callable, optimiser_of: Callable) -> Build:
-    """Return the `build` of training steps.
+    """Return a `Build` for training steps.
 
     Args:
-      make: `make(task, arguments) -> (model, parameters, loss)`. The parameters have the order of the bench's gradients
-        and the values of its arguments. The loss is a function of the model.
-      optimiser_of: `parameters -> optimizer`.
+      make: `make(task, arguments) -> (model, parameters, loss)`. The parameters are a list, in the order of the
+        gradients in jaxbp's results, with the values in `arguments`. The loss is a function of the model.
+      optimiser_of: a function that makes the optimizer of a list of parameters.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -296,9 +310,10 @@ def _training(make, optimiser_of, task, mode):
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
     """Compile the layers that have parameters one after the other, with gradients, until `COMPILE_SECONDS` have passed.
+    Return fields of the row.
 
     The graph of a layer is small, whereas a whole model can take many minutes to compile. The remaining layers stay
-    eager, and the row says so.
+    eager, and a field of the row says so.
     """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
@@ -342,7 +357,7 @@ def _lenet(task, arguments):
 
 
 def _captured(program: Callable) -> Callable:
-    """Capture the program as a CUDA graph, and return the function that replays it."""
+    """Capture the kernels that a program launches as a CUDA graph, and return the function that replays them."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -355,7 +370,7 @@ def _captured(program: Callable) -> Callable:
 
 
 def _seconds(program: Callable, seconds: float) -> list[float]:
-    """Return the time of a program in each round. On a GPU, CUDA's events measure it."""
+    """Return the seconds that the program takes in each timing round. On a GPU, CUDA's events measure them."""
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
@@ -379,7 +394,8 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak memory during a call, without the memory in use before and the results."""
+    """Return the bytes of temporary memory of a call: its peak, minus the memory in use before the call, minus the
+    results. Return None without a GPU."""
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -1,9 +1,9 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-They use jaxbp's wires, parameters, and inputs. Each parametrization of torchlogix is timed. `raw` has 16 logits per
-gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and `walsh`. `raw` and
-`light` have the same formulas as jaxbp, so their results are compared with jaxbp's network in float64. `warp` computes
-another function: see `WARP`.
+They use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations, and each is timed. `raw` has 16
+logits per gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and
+`walsh`. `raw` and `light` have the same formulas as jaxbp, so their results are compared with jaxbp's network in
+float64. `warp` computes another function: see `WARP`.
 """
 
 import functools
@@ -27,15 +27,16 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""torchlogix's name -> jaxbp's parametrization with as many parameters per gate."""
+"""Name of a parametrization in torchlogix -> the parametrization in jaxbp with the same number of parameters per
+gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs, our walsh interpolates between the rows of the truth table"
 
 
 def variants(task):
     """Yield each parametrization eagerly, in a CUDA graph, and compiled, or nothing if torchlogix lacks the workload.
 
-    Convolutional networks are compiled layer by layer. They are timed in a CUDA graph first, because compiling takes
-    long. If the run ends during compilation, the report still has rows of torchlogix.
+    Convolutional networks are compiled layer by layer, which takes long. They are therefore timed in a CUDA graph
+    first. If the run ends during compilation, the report still has rows of torchlogix.
     """
     if not task.op.startswith("logic"):
         return
@@ -88,7 +89,8 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients, with the levels of each convolution joined into one array."""
+    """Return the loss and the gradients in the form of jaxbp's results: for each convolution, the gradients of all
+    levels are one array."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:

@@ -1,7 +1,7 @@
-"""Padding and filters with which the gradients of a convolution are convolutions, too.
+"""The filters and paddings of the two convolutions that compute the gradients of a convolution.
 
 The gradient with respect to x convolves dy, spaced out by the stride, with the rotated filters. The gradient with
-respect to w correlates x with dy. Sizes are pairs, for rows and columns.
+respect to w correlates x with dy. Every size is a pair of numbers, for rows and for columns.
 """
 
 import jax.numpy as jnp
@@ -15,8 +15,11 @@ def flip_and_swap(w, groups):
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding with which the filter visits every position of the input, after dy is spaced out by the
-    stride."""
+    """Return the padding of dy in the convolution that computes dx, after dy has been spaced out by the stride.
+
+    The result has one pair (before, after) for rows and one for columns. With this padding, dx has the size of x. A
+    negative padding crops dy.
+    """
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -26,7 +29,11 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding of x up to the last row and column that the filter reached. Negative padding crops x."""
+    """Return the padding of x that ends at the last row and the last column that the filter read in the forward.
+
+    The result has one pair (before, after) for rows and one for columns. If the stride skipped the last rows or columns
+    of x, the padding after them is negative, and crops x.
+    """
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

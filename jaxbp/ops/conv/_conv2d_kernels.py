@@ -1,9 +1,11 @@
-"""Kernels of `conv2d` and its gradients: the choice among them, and the arrays in their layout.
+"""Calls of the kernels of `conv2d` and its gradients: the choice of a kernel, and the conversion of arrays to its
+layout.
 
-Where a matrix product on the tensor cores pays, the convolution and its gradient with respect to x are products with
-the filter matrix, which need no transposes. Otherwise, the gradients transpose their arrays so that the batch is the
-last axis, pad them, and call a kernel. If the tensor cores are allowed, one kernel computes the gradients with respect
-to w and b in one pass. `product_pays` and `one_pass_pays` make these choices from shapes, dtypes, and the precision.
+Where a matrix product on the tensor cores is faster, the convolution and its gradient with respect to x are products
+with the filter matrix (`_filter_matrix`). These products need no transposes. Otherwise, a gradient transposes its
+arrays so that the batch is the last axis, pads them, and calls a kernel. If the precision permits the tensor cores, one
+kernel computes the gradients with respect to w and b in one pass. `product_pays` and `one_pass_pays` make these choices
+from shapes, dtypes, and the precision.
 """
 
 import math
@@ -22,7 +24,7 @@ from pallas_kernels.core.layouts import LANES
 
 
 def forward_product(x, w, b, output_size, **options):
-    """Compute the convolution as a product of the images with the filter matrix."""
+    """Compute the convolution as a matrix product of the flattened images and the filter matrix (`_filter_matrix`)."""
     matrix = _matrix(w, x.shape[2:], output_size, **options)
     y = _filter_matrix.times_matrix(x, matrix, precision=options["precision"])
     y = y if b is None else y + jnp.repeat(b, math.prod(output_size))
@@ -37,12 +39,15 @@ def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options)
 
 
 def product_pays(w, input_size, output_size, precision):
-    """Return whether a matrix product on the tensor cores is faster than the convolution or its input gradient."""
+    """Return whether to compute the convolution, or dx, as a product with the filter matrix.
+
+    It is faster if the precision permits the tensor cores and the images are small.
+    """
     return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 
 def input_gradient(dy, w, *, input_size, **options):
-    """Compute dx as a product with the filter matrix, or else by the exact kernel."""
+    """Compute dx as a product with the filter matrix if `product_pays`, else by the kernel in full float32."""
     if not product_pays(w, input_size, dy.shape[2:], options["precision"]):
         return _input_gradient_exact(dy, w, input_size=input_size, **options)
     matrix = _matrix(w, input_size, dy.shape[2:], **options)
@@ -58,7 +63,8 @@ def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, group
 
 
 def weights_gradient(dy, x, **options):
-    """Compute dw by the kernel for both parameters where it pays, or else by the exact kernel."""
+    """Compute dw by the kernel that computes dw and db in one pass if `one_pass_pays`, else by the kernel in full
+    float32."""
     if one_pass_pays(dy, x, **options):
         return parameter_gradients(dy, x, **options)[0]
     dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
@@ -66,7 +72,7 @@ def weights_gradient(dy, x, **options):
 
 
 def parameter_gradients(dy, x, **options):
-    """Compute dw and db in one pass on the tensor cores, or without a GPU by the exact kernels."""
+    """Compute dw and db by one kernel on the tensor cores. Without a GPU, the kernels in full float32 compute them."""
     arrays = batch_last(dy), _reached(dy, x, **options)
     dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
     return dw.astype(dy.dtype), db.astype(dy.dtype)
@@ -78,7 +84,8 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether one kernel can compute dw and db in one pass on the tensor cores, and is fast."""
+    """Return whether the kernel that computes dw and db in one pass on the tensor cores supports these arrays and is
+    faster."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
@@ -87,12 +94,12 @@ def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
-    """Return the part of the padded x that the filter reached, with the batch last."""
+    """Return the part of the padded x that the filter read in the forward, `(channels, height, width, N)`."""
     reached = reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
     return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
 
 
 def bias_gradient(dy):
-    """Compute db by the exact kernel."""
+    """Compute db by the kernel that sums in full float32."""
     dy_last = batch_last(dy)
     return kernels.sum_batch(dy_last.reshape(dy.shape[1], -1, dy_last.shape[-1])).astype(dy.dtype)

@@ -1,7 +1,7 @@
-"""Convolutions of small images as matrix products, which cuBLAS runs on the tensor cores.
+"""Convolutions of small images as matrix products with a matrix of the filters. cuBLAS runs them on the tensor cores.
 
-Most multiplications are by zeros of the matrix. The products are nevertheless faster, because they run on the tensor
-cores.
+Most elements of the matrix are zero, so most multiplications are by zero. The products are nevertheless faster than the
+convolution, because they run on the tensor cores.
 """
 
 import math
@@ -16,15 +16,16 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""The largest number of elements of the matrix, which every call builds, and the largest number of positions of the
-input per position of the filter (tap), which grows with the fraction of zeros. Measured up to 2.6 million elements and
-31 positions per tap (28 x 28 images, 5 x 5 filters), where the product is faster than cuDNN."""
+"""Two limits. The first is the largest number of elements of the matrix, which every call builds. The second is the
+largest number of input positions per filter position (tap). The larger this number is, the more elements of the matrix
+are zero. Measured up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), where the
+product is faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
     """Return whether a product with the `filter_matrix` is faster than the convolution.
 
-    With filters of one position, the convolution itself is a matrix product.
+    It is not for filters of size 1 x 1, because this convolution already is a matrix product of the filters and x.
     """
     K, C, F, G = w_shape
     positions = math.prod(input_size)
@@ -43,8 +44,8 @@ def filter_matrix(
 ) -> Array:
     """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`.
 
-    The element is `w[k, c, u, v]` if the output (i, j) reads the input (h, l) with filter position (u, v), else 0. The
-    output reads this input if `h = i * stride + u * dilation - before`, and if the same holds for l, j, and v.
+    The element is `w[k, c, u, v]` if the output at (i, j) multiplies the input at (h, l) by filter position (u, v),
+    else 0. This is so if `h = i * stride + u * dilation - before`, and if the same equation holds for l, j, and v.
 
     Args:
       w: `(K, C, F, G)`.
@@ -68,10 +69,10 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply the flattened `(C, H, W)` of each example by a `filter_matrix`.
+    """Multiply each flattened image `(C * H * W)` by a `filter_matrix`.
 
-    Return `(N, K * I * J)` in the dtype of the images. With `transposed`, map `(N, K, I, J) -> (N, C * H * W)`, the
-    gradient of the product with respect to its images.
+    The images are `(N, C, H, W)`. The result is `(N, K * I * J)`, in the dtype of the images. With `transposed`, the
+    images are dy, `(N, K, I, J)`. They are multiplied by the transposed matrix, and the result is dx, `(N, C * H * W)`.
     """
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
@@ -83,19 +84,20 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""The least number of multiplications in float32. With fewer, the exact kernel's one launch is faster than the four
-launches of the band."""
+"""The least number of multiplications in float32 for which the product with the band is used. With fewer
+multiplications, the exact kernel is faster, because it takes one launch instead of four."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps the bytes per element to a ratio: the number of multiplications with the band, divided by the number in the
-exact kernel. Up to this ratio, the tensor cores are faster. Measured in float32; chosen by hand, not tuned, for half
+"""Maps the bytes per element to the largest ratio at which the product with the band is used. The ratio is the number
+of multiplications by the band, divided by the number of multiplications in the exact kernel. Up to this ratio, the
+product is faster, because it runs on the tensor cores. Measured in float32; chosen by hand, not tuned, for half
 precisions."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    It needs more multiplications, but they run on the tensor cores. In float32, only large products are worth the
-    additional launches.
+    `banded_input_gradient` multiplies more often, but on the tensor cores. It also launches more kernels, so in float32
+    it is faster only for large arrays.
 
     Args:
       w: an array `(K, C, F, G)`, or an object with such a shape.
@@ -105,7 +107,7 @@ def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
-    # Multiplications per example and row of windows.
+    # The numbers of multiplications per example and per row of windows.
     exact = K * C * F * G * R * S * Q
     band = C * (F + R - 1) * width * K * R * S * Q
     if dy.dtype == jnp.float32 and exact * P * N < _MIN_FLOAT32_PRODUCTS:
@@ -140,7 +142,8 @@ def banded_input_gradient(
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
     matrix, height = _band(w, Q, W, window)
-    # Place each element of dy at the maximum of its window, so that the gradient has the size of the convolution.
+    # Place each element of dy at the maximum of its window. The result is the gradient with respect to the
+    # convolution's result, and has its size.
     places = jnp.arange(R * S, dtype=place.dtype)[:, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
@@ -157,10 +160,12 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return the band, and the number of input rows i that a row of windows reaches.
+    """Return a matrix of the filters, the band, and the number of input rows that one row of the pool's windows
+    reaches.
 
-    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` if this position is inside the filter,
-    else 0.
+    Q is the number of windows in the row, S the width of a window, and W the width of the input. The band is
+    `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` if this position is inside the filter, else 0. It
+    maps dy at position (r, s) of window q to dx in row i and column j.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

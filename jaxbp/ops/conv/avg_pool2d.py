@@ -1,4 +1,4 @@
-"""Average-pooling: the backward divides the gradient of a window equally among its positions."""
+"""Average-pooling. The backward divides the gradient of each window equally among the positions of the window."""
 
 import jax.numpy as jnp
 from jax import Array, lax

@@ -1,4 +1,4 @@
-"""Two-dimensional convolution and its three gradients, which are convolutions, too.
+"""Two-dimensional convolution and its gradients with respect to x, w, and b. The first two are convolutions, too.
 
 Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis. Positions
 outside of an array count as zero.
@@ -38,7 +38,7 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    """Compute `forward` by operations that are fast on a CPU, too."""
+    """Compute the same as `forward`, by operations that are fast on a CPU, too."""
     options = dict(padding=padding, precision=precision)
     convolve = functools.partial(
         _convolve,
@@ -57,7 +57,10 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as one matrix product of the filters and the inputs of every filter position."""
+    """Compute the convolution as one matrix product of the filters and shifted copies of the images.
+
+    There is one copy per filter position. It contains the inputs that this filter position is multiplied by.
+    """
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []
@@ -72,7 +75,10 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """Call `lax.conv_general_dilated`, on a CPU with the channels last. No other order is fast there in a loop."""
+    """Call `lax.conv_general_dilated`. On a CPU, move the channels to the last axis first.
+
+    Within a loop, a convolution on a CPU is fast only with the channels last.
+    """
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers
@@ -171,13 +177,16 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return checks.unsupported_dtype(*arrays)
 
 
-# For ops whose kernels, including the transposes of NCHW images, are slower than cuDNN.
+# The default for ops whose kernels are slower than cuDNN, because they need transposes of the NCHW images.
 _LIBRARY = DefaultImplementation(gpu="xla")
 
 
 def _defaults(w, input_size, output_size, precision):
-    """Choose the kernels where the product with the filter matrix pays. On NCHW images, the exact kernel is slower than
-    cuDNN."""
+    """Return "pallas" as the default where a product with the filter matrix is faster, and else "xla", which calls
+    cuDNN.
+
+    On NCHW images, the kernel in full float32 is slower than cuDNN.
+    """
     return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -221,7 +230,7 @@ _BIAS_GRADIENT = _part(
     },
     default=_LIBRARY,
 )
-# Both parameter gradients, for arrays where the tensor cores compute them in one pass.
+# The gradients with respect to w and b as one op, for arrays where one kernel computes both on the tensor cores.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
@@ -245,7 +254,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
     return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
-# With None, the forward and each gradient choose their fastest implementations separately.
+# If `implementation` is None, the forward and each gradient choose their fastest implementations separately.
 _EVERY = ("pallas", "xla", None)
 _CONV2D = Pair(
     forward,
@@ -406,7 +415,7 @@ def conv2d_backward_bias(
 
 
 def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> dict[str, Any]:
-    """Check the arguments of a convolution and return its options in one form."""
+    """Check the arguments of a convolution. Return its options as `_options` does."""
     checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
     checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
     options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
@@ -417,7 +426,7 @@ def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> d
 
 
 def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """Return the options in one form: pairs, and the zeros before and after each axis."""
+    """Return the options, with each size as a pair, and the padding as pairs (before, after) for rows and columns."""
     stride = checks.pair(op, "stride", stride)
     dilation = checks.pair(op, "dilation", dilation)
     groups = checks.count(op, "groups", groups)

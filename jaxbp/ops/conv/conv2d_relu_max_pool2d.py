@@ -1,6 +1,7 @@
 """Convolution, ReLU, and max-pooling as one op.
 
-For the backward, it keeps one byte per window of the pool. Three separate ops would keep their activations.
+For the backward, the op keeps one byte per window of the pool. Three separate ops would keep the results of the
+convolution and of ReLU.
 """
 
 import functools
@@ -35,7 +36,7 @@ _KERNEL_BATCH = 4096
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
-    """Return the options of the convolution and of the pool."""
+    """Return two dicts: the options of the convolution, and the options of the pool."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
     size = output_size(x_size, w_size, **convolution)
     return convolution, dict(window=window, stride=window, padding=((0, 0), (0, 0)), input_size=size)
@@ -53,9 +54,11 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, **pool):
-    """Return the pooled ReLU of z, and the position of each maximum, or a mark that ReLU was off.
+    """Return the maximum of ReLU(z) in each window, and the position of each maximum.
 
-    The positions are uint8 if they fit.
+    If no element of a window is above 0, its position is the number of positions in a window, which lies outside of it.
+
+    The dtype of the positions is uint8 if they fit, else int32.
     """
     largest, indices = max_pool2d.max_and_indices(z, **pool)
     off = pool["window"][0] * pool["window"][1]
@@ -86,7 +89,8 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU was off, the position lies in no window, and the pool's backward adds no gradient.
+    # If ReLU was 0 in a whole window, the window's position lies outside of it, and the pool's backward adds no
+    # gradient.
     dz = max_pool2d.scatter_formula(dy, indices, **pool)
     dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -95,8 +99,8 @@ def _gradients_formula(dy, indices, x, w, b, **options):
 
 def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
     dy_last, indices_last = batch_last(dy), batch_last(indices)
-    # The height and width of the part of the padded input that the pool's windows reach. The last rows and columns may
-    # lie outside of it.
+    # The height and width of the part of the padded input from which the pool's windows are computed. The last rows and
+    # columns of the input may lie outside of this part.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])

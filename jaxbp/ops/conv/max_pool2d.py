@@ -1,5 +1,5 @@
-"""Max-pooling: the forward keeps the position of the maximum in each window, and the backward routes the gradient to
-it."""
+"""Max-pooling. The forward keeps the position of the maximum in each window, and the backward adds the gradient of the
+window at this position."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +18,12 @@ from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _places(window):
-    """Return the positions in a window in row-major order."""
+    """Return the positions (row, column) in a window, in row-major order."""
     return [(u, v) for u in range(window[0]) for v in range(window[1])]
 
 
 def _at_place(place, x, *, window, stride, padding, input_size, fill):
-    """Return the value at `place` in every window of x, `(N, C, P, Q)`."""
+    """Return the elements of x at position `place`, a row and a column, of every window, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=fill)
     rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     (u, v), (s, t) = place, stride
@@ -46,9 +46,10 @@ def max_and_indices(x, **options):
 
 
 def _first_inside(*, window, stride, padding, input_size):
-    """Return the first position of each window that is not in the padding.
+    """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`.
 
-    The maximum starts there, so that a window of only -inf does not select the padding.
+    The search for the maximum starts with this index. A window in which every element is -inf then keeps it, and does
+    not select a position in the padding.
     """
     rows, columns = output_size(input_size=input_size, window=window, stride=stride, padding=padding)
     first = [
@@ -80,9 +81,9 @@ def _scatter_by_autodiff(dy, indices, **options):
 
 
 def scatter_formula(dy, indices, **options):
-    """Return dx, with dy at the position of each window's maximum.
+    """Return dx, in which the gradient of each window is added at the position of the window's maximum.
 
-    If every position is in exactly one window, each position of dx is computed from its window.
+    If every position is in exactly one window, each element of dx is computed from the gradient of this window.
     """
     if is_nonoverlapping(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
@@ -91,7 +92,7 @@ def scatter_formula(dy, indices, **options):
 
 def _send_to_places(dy, indices, *, window, stride, padding, input_size):
     zero = jnp.zeros((), dy.dtype)
-    # If windows overlap, dx is a sum.
+    # Windows may overlap, so dx is a sum, in float32 or wider.
     dx = jnp.zeros((*dy.shape[:2], *input_size), wide(dy.dtype))
     for i, place in enumerate(_places(window)):
         # dy is spaced out by the stride and shifted, so that each gradient lies at position `place` of its window.
@@ -104,7 +105,8 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
 
 
 def _fetch_from_windows(dy, indices, *, window):
-    """Return dx for windows that do not overlap. Each position reads the gradient of its only window.
+    """Return dx for windows that do not overlap. Each element of dx is the gradient of the only window that contains
+    its position, or 0 if the maximum is elsewhere.
 
     On a GPU, XLA compiles this to one pass, which is as fast as a copy.
     """
@@ -116,7 +118,7 @@ def _fetch_from_windows(dy, indices, *, window):
 
 
 def _scatter_kernel(dy, indices, **options):
-    if is_nonoverlapping(**options):  # no kernel was faster than XLA
+    if is_nonoverlapping(**options):  # XLA was faster than every kernel tried
         return _fetch_from_windows(dy, indices, window=options["window"])
     before = tuple(before for before, _ in options["padding"])
     dx_last = kernels.scatter_gradients(batch_last(dy), batch_last(indices), **options | dict(padding=before))
@@ -131,7 +133,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
     },
     unsupported=checks.unsupported_dtype,
-    # On NCHW images, the transposes around the kernel cost more than the kernel saves.
+    # On NCHW images, the kernel needs transposes of its arrays, which take more time than the kernel saves.
     default=DefaultImplementation(gpu="xla"),
     jit=True,
 )

@@ -32,7 +32,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 def _product(a, b, *, precision):
     """Return the matrix product `(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider.
 
-    It is not rounded to half precision, because a sum over batch axes may follow.
+    The product is not rounded to half precision, because the caller may still sum it over batch axes.
     """
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
@@ -57,7 +57,7 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return two arrays as matrices with equally many batch axes.
+    """Return the arrays a and b as stacks of matrices with the same number of batch axes.
 
     A vector becomes a row if it is the left array, and a column if it is the right array.
     """
@@ -76,13 +76,13 @@ def _matmul_gradients(dy, a, b, **options):
 
 
 def _over_batch(gradient, matrices):
-    """Return the sum over the batch axes along which the matrices are broadcast."""
+    """Return the gradient, summed over the batch axes along which the matrices were broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
     return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
 
 
 def _as_matrices(a, b):
-    """Return two matrices whose product has the elements of `dot(a, b)`.
+    """Return a and b as two matrices whose matrix product has the same elements as `dot(a, b)`.
 
     `dot` sums over a's last axis and b's second-to-last axis.
     """
@@ -99,7 +99,7 @@ def _dot_gradients(dy, a, b, **options):
 
 
 def _in_float32(function):
-    """Return a forward that calls `jnp.matmul` or `jnp.dot`, and that sums in float32 or wider."""
+    """Return a forward that calls `function`, `jnp.matmul` or `jnp.dot`, and sums in float32 or wider."""
 
     def forward(a, b, *, precision):
         y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
@@ -249,7 +249,7 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    """Check the named arrays and call `matmul`, `dot`, or the backward of one of them."""
+    """Check the named arrays, and call `op` with them: `matmul`, `dot`, or one of their backwards."""
     *dy, a, b = checks.floating(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):

@@ -1,11 +1,12 @@
-"""A multi-layer perceptron and its loss as one op: dense layers with ReLU between them, softmax, and cross-entropy.
+"""A multi-layer perceptron and its loss as one op. It has dense layers with ReLU between them, then softmax and
+cross-entropy.
 
-The backward has three paths with different residuals:
+The backward is computed in one of three ways. Each way has residuals of another type:
 
 - `Rows`: the formula computes the backward.
 - `WideRows`: a kernel computes the backward.
-- `WideRowsAndGradients`, for small batches: the kernel of the forward also computes the gradient of each loss. In the
-  backward, another kernel multiplies these gradients by dy.
+- `WideRowsAndGradients`, for small batches: the kernel of the forward also computes the gradient of each loss. The
+  backward is another kernel, which multiplies these gradients by dy.
 """
 
 import functools
@@ -35,8 +36,10 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula: x, the labels and the weights, and the logits and hidden layers, with one row per
-    example."""
+    """Residuals of the formula.
+
+    `hidden` has the outputs of each hidden layer. Except for the weights, each array has one row per example.
+    """
 
     x: Array
     labels: Array
@@ -56,10 +59,10 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Return the gradients with respect to the logits, the sums of each hidden layer, and the inputs.
+    """Return the gradients with respect to the logits, to the sums of each hidden layer, and to x.
 
-    Each array has one row per example. The last hidden layer comes first. The sums of a layer are its outputs before
-    ReLU.
+    Each array has one row per example. The last hidden layer comes first. The sums of a layer are the values to which
+    it applies ReLU.
     """
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
@@ -72,7 +75,7 @@ def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
 
 
 def _layer_gradients(gradients, inputs, precision=None):
-    """Yield `dw = dzᵀ h` and `db = Σ dz` of each layer."""
+    """Yield `dw = dzᵀ h` and then `db = Σ dz` for each layer, given its gradients dz and its inputs h."""
     for dz, h in zip(gradients, inputs, strict=True):
         yield jnp.matmul(dz.T, h, precision=precision)
         yield jnp.sum(dz, axis=0)
@@ -99,15 +102,18 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The kernels take wide rows. In a wide row, a one follows the outputs of each hidden layer. The product of the
-# gradients with these rows is the gradient of the weights, and the one adds a column with the gradient of the bias.
-# Zeros pad the row to the size that the tensor cores need. The inputs have the batch last. The functions below compute
-# in jnp what the kernels compute.
+# The kernels take the outputs of a hidden layer as wide rows, one row per example. In a wide row, the number 1 follows
+# the outputs. The product of the gradients dz and these rows is then dw with one more column, which is db. After the 1,
+# zeros pad the row to the size that the tensor cores need. In x, the batch is the last axis. The functions below
+# compute the same as the kernels in jnp.
 
 
 class WideRows(NamedTuple):
-    """Residuals of the kernel of the backward. They are `Rows` with wide rows, and with x and the labels padded to a
-    multiple of the number of lanes."""
+    """Residuals of the kernel that computes the backward.
+
+    They are the residuals in `Rows`, but `hidden` has wide rows. x and the labels are padded, so that the number of
+    examples is a multiple of the number of lanes.
+    """
 
     x_batch_last: Array
     labels: Array
@@ -117,10 +123,12 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the kernel that multiplies the gradients of each loss by dy, with wide rows.
+    """Residuals of the kernel that multiplies the gradients of each loss by dy. `hidden` and `gradients` have wide
+    rows.
 
-    Only the shapes of the weights are used. If a label is not a class, the gradients of its example are 0. Their
-    product with dy is then 0 or NaN, depending only on dy.
+    Only the shapes of the weights are used. If a label is not a class, the forward sets the gradients of its example to
+    0. The backward replaces dy of this example by NaN, unless dy is 0 (`dy_of_valid`). The product is therefore NaN or
+    0.
     """
 
     x_batch_last: Array
@@ -159,7 +167,8 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that calls `kernel` for values on GPUs. Elsewhere, and for derivatives, it calls `formula`."""
+    """Return a function that computes values on a GPU by `kernel`. On other platforms, and for derivatives, it calls
+    `formula`."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
@@ -227,7 +236,8 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x, padded to the width that the kernels need, and the labels, both with the batch last."""
+    """Return x, with its rows padded by zeros to the width that the kernels need, and the labels. Both have the batch
+    last."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -245,8 +255,8 @@ def _narrow(arrays, sizes):
 
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
-    # An `Op`, because the kernels' backward accepts residuals that the formula does not. Its kernels are
-    # differentiable.
+    # The backward is an `Op`, because "pallas" accepts residuals that the formula does not accept. Its kernels are
+    # already wrapped in `differentiable`.
     Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,

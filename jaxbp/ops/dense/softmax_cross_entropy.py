@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy as one loss of logits. The labels of an example are one class, or a weight per class."""
+"""Softmax and cross-entropy as one loss of logits. The label of an example is one class, or one weight per class."""
 
 import functools
 import math
@@ -43,23 +43,27 @@ def are_valid(labels, classes):
 
 
 def _nan_unless(valid, loss):
-    """Return the loss where `valid`, and NaN elsewhere. There, the gradient is NaN too, unless the cotangent is 0."""
-    # A product with NaN would turn a cotangent of 0 into NaN, too. Here the cotangent is multiplied by the largest
-    # number twice, then by 0. A cotangent of 0 stays 0; any other overflows, and infinity times 0 is NaN.
+    """Return the loss where `valid` is true, and NaN elsewhere.
+
+    Where the loss is NaN, the gradient is NaN too, unless the cotangent of the loss is 0.
+    """
+    # If the loss were multiplied by NaN, a cotangent of 0 would become NaN, too. Instead, the cotangent is multiplied
+    # by the largest number twice, then by 0. A cotangent of 0 stays 0. Any other cotangent overflows, and infinity
+    # times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where a class is excluded, by a weight of 0 and a logit of -inf.
+    """Return for which classes the weight is 0 and the logit is -inf.
 
-    The term of the class must be 0, and not 0 times infinity.
+    Such a class is excluded from the loss. Its term must be 0, although the formula would compute 0 times infinity.
     """
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy where the label is a class. Elsewhere, return 0 if dy is 0, else NaN."""
+    """Return dy for the examples whose label is a class. For other examples, return 0 if dy is 0, else NaN."""
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
@@ -87,7 +91,8 @@ def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The kernel of the forward keeps statistics that the formula's backward recomputes from the logits.
+# The kernel of the forward keeps the statistics of each row, which the formula of the backward recomputes from the
+# logits.
 
 
 def _losses_and_statistics(logits, labels):
@@ -137,8 +142,9 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=checks.unsupported_dtype,
-    # With ten classes, launches dominate the time on a GPU, and XLA's fusion needs no transposes. On a CPU, autodiff
-    # computes less, because its gradient of the chosen logarithm touches only one class per example.
+    # With ten classes, launches take most of the time on a GPU. XLA's fusion of the formula needs fewer launches,
+    # because it needs no transposes. On a CPU, autodiff computes less, because only the logarithm of the label's class
+    # has a gradient.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )

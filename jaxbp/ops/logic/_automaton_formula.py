@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-States are `(channels, batch, height, width)`, so that each input of a gate is one row with the values of all cells.
-Coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)` per
-update layer.
+A state has the shape `(channels, batch, height, width)`. The values of one channel in all cells are then one row, and a
+gate reads whole rows. The coefficients of the gates are a pair of lists: one array `(4, gates, kernels)` per perception
+layer, and one array `(4, gates)` per update layer.
 """
 
 import math
@@ -18,21 +18,21 @@ from jaxbp.ops.logic import _gates
 UNROLL = 1
 """The number of ticks in the body of a compiled loop."""
 KEEPS_ROWS = True
-"""Whether the forward can keep the inputs of every gate."""
+"""Whether the forward can keep the inputs of every gate for the backward (`memory="all"`)."""
 
 
 def enter(state: Array) -> Array:
-    """Convert a state `(batch, height, width, channels)` to this layout."""
+    """Convert a state `(batch, height, width, channels)` to the layout of this module."""
     return jnp.moveaxis(state, -1, 0)
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """Return the inverse of `enter`."""
+    """Convert a state from the layout of this module back to `shape`, `(batch, height, width, channels)`."""
     return jnp.moveaxis(state, 0, -1)
 
 
 def enter_gradient(prepared: tuple, dlast: Array) -> Array:
-    """Convert the gradient with respect to the last state to this layout."""
+    """Convert the gradient with respect to the last state to the layout of this module."""
     return enter(dlast)
 
 
@@ -42,17 +42,17 @@ def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
-    """Return the values that all ticks share."""
+    """Return the values that are computed once and used in every tick: the coefficients and the automaton."""
     return coefficients, automaton
 
 
 def zeros(prepared: tuple) -> tuple[list, list]:
-    """Return gradients of zero with respect to the coefficients."""
+    """Return zeros in the shapes of the coefficients, to which the gradients of each tick are added."""
     return tuple([jnp.zeros_like(c) for c in part] for part in prepared[0])
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients with respect to the coefficients, in the shapes of the coefficients."""
+    """Return the gradients with respect to the coefficients, given their sum over the ticks."""
     return total
 
 
@@ -62,7 +62,7 @@ def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
 
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the result of `tick` and the rows that each layer read."""
+    """Return the result of `tick`, and the rows that each layer read, for `tick_backward_of_rows`."""
     (perceiving, updating), automaton = prepared
     seen = _neighbourhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
@@ -81,14 +81,19 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return (dstate, total + dcoefficients) of `tick`, recomputing its layers."""
+    """Return (dstate, total + dcoefficients), the gradients of `tick` given `dnew`. The layers of the tick are
+    recomputed.
+
+    `total` is the sum of dcoefficients over later ticks.
+    """
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
 def tick_backward_of_rows(
     prepared: tuple, dnew: Array, total: tuple, read: tuple, fires: Array | None
 ) -> tuple[Array, tuple]:
-    """Return the result of `tick_backward`, given the rows that each layer read."""
+    """Return the result of `tick_backward`, given the rows `read` that each layer read, so that nothing is
+    recomputed."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
     dy = upcast(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
@@ -111,7 +116,7 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """Clip a state to [0, 1] with a derivative of 1.
+    """Clip a state to [0, 1]. The derivative of the result counts as 1.
 
     Without rounding, the values of gates are in [0, 1]. If an error e moves the inputs of an XNOR gate to 1 + e, its
     value is about 1 + 2e. Without clipping, such gates would therefore amplify a rounding error without limit.
@@ -123,7 +128,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """Return the nine cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
+    """Return the values of the nine cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
@@ -131,7 +136,10 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """Return dstate. Nine cells see each cell, and dstate sums their gradients with respect to this cell."""
+    """Return the gradient of `_neighbourhood` with respect to the state.
+
+    Nine cells see each cell. The result is the sum of the nine gradients in dseen that belong to this cell.
+    """
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

@@ -1,8 +1,9 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
 This module converts the arrays to the layout of the kernels. A state is a vector with all channels of all cells,
-followed by spare elements. The gradient with respect to a state is a pair (dseen, dkept). dseen comes from the cells
-that see a cell, and dkept from cells that keep their state. Coefficients are as in `_automaton_formula`.
+followed by unused elements (`padded_lanes`). The gradient with respect to a state is a pair (dseen, dkept). dseen has,
+for each cell, the gradients with respect to the nine cells that it sees. dkept has all other parts of the gradient. One
+part comes from the cells that did not update, and so kept their state. Coefficients are as in `_automaton_formula`.
 """
 
 import dataclasses
@@ -24,20 +25,21 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches them as a CUDA graph, in which a kernel starts
-sooner than after a separate launch."""
+"""The number of ticks in the body of a compiled loop. XLA launches the kernels of these ticks as one CUDA graph. In a
+graph, a kernel starts sooner than after a separate launch."""
 _GATES, _LANES = 0, 1
-"""Indices into `Automaton.orders`. Row `_GATES` has the gate of each lane, and row `_LANES` the lane of each gate."""
+"""Row numbers in each array of `Automaton.orders`. Row `_GATES` has the gate that each lane computes, and row `_LANES`
+has the lane that computes each gate."""
 KEEPS_ROWS = False
-"""Whether the forward can keep the inputs of every gate."""
+"""Whether the forward can keep the inputs of every gate for the backward (`memory="all"`)."""
 
 
 class RowsRead(NamedTuple):
-    """The two rows that the gate of each lane reads.
+    """For each lane, the numbers of the two rows of shared memory that its gate reads, packed into one integer.
 
     Attributes:
-      forward: the rows in the layout of the forward, `Plan.forward_layers`.
-      backward: the rows in the layout of the backward, `Plan.layers`.
+      forward: the numbers in the forward kernel's layout of shared memory, `Plan.forward_layers`.
+      backward: the numbers in the backward kernel's layout of shared memory, `Plan.layers`.
     """
 
     forward: Array
@@ -47,13 +49,14 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The values that all ticks share.
+    """The values that are computed once and used in every tick.
 
     Attributes:
       coefficients: the coefficients, as in `_automaton_formula`.
-      lanes: the coefficients of the gate of each lane.
-      wires: the rows that the gate of each lane reads.
-      consumers: for each lane, the rows of gradients that are summed to its gradient (`Plan.consumers`).
+      lanes: for each lane, the four coefficients of its gate.
+      wires: for each lane, the rows of shared memory that its gate reads.
+      consumers: for each lane, the numbers of the rows of gradients whose sum is the gradient with respect to the value
+        of its gate (`Plan.consumers`).
       shape: the shape of the state.
     """
 
@@ -89,7 +92,7 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
-    """Return the values that all ticks share: for each lane, its coefficients, the rows read, and the consumers."""
+    """Return the values that are computed once and used in every tick."""
     sizes = plan(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
     filled = [
@@ -103,26 +106,29 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
 
 
 def enter(state: Array) -> Array:
-    """Convert a state `(batch, height, width, channels)` to this layout."""
+    """Convert a state `(batch, height, width, channels)` to the layout of the kernels."""
     return jnp.pad(state.ravel(), (0, padded_lanes(state.shape[-1])))
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """Return the inverse of `enter`."""
+    """Convert a state from the layout of the kernels back to `shape`, `(batch, height, width, channels)`."""
     return state[: math.prod(shape)].reshape(shape)
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Convert the gradient with respect to the last state to this layout.
+    """Convert the gradient with respect to the last state to the layout of the kernels, (dseen, dkept).
 
-    dseen is 0, because no cell sees this state.
+    dseen is 0, because no later tick reads the last state.
     """
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """Return the gradient with respect to the first state, which is the sum of the parts dseen and dkept."""
+    """Return the gradient with respect to the first state, `(batch, height, width, channels)`.
+
+    It is the sum of dkept and, for each cell, the parts of dseen from the nine cells that see it.
+    """
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
@@ -131,7 +137,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return gradients of zero with respect to the coefficients, with one copy per CTA."""
+    """Return zeros, to which each CTA adds its gradients with respect to the coefficients, `(CTAs, gates, 4)`."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
@@ -139,7 +145,8 @@ def zeros(prepared: Prepared) -> Array:
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
     """Return the gradients with respect to the coefficients, in the shapes of the coefficients.
 
-    They are summed over CTAs and, for perception, over channels.
+    `total` has one part per CTA. The parts are summed over the CTAs. For perception, they are also summed over the
+    channels, which have separate lanes.
     """
     automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
@@ -164,7 +171,11 @@ def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
 def tick_backward(
     prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return (dstate, total + dcoefficients) of `tick`."""
+    """Return (dstate, total + dcoefficients), the gradients of `tick` given `dnew`.
+
+    `total` is the sum of dcoefficients over later ticks, with one part per CTA. `dnew` and dstate are pairs (dseen,
+    dkept).
+    """
     arrays = prepared, state, fires, *dnew, total
     dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
     return (dseen, dkept), total
@@ -192,10 +203,10 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    """Compute the backward by the formula, in the layout of the kernel.
+    """Compute `tick_backward` by the formula, with arguments and results in the layout of the kernels.
 
-    The formula sums perception's gradients over the channels. The lanes of the first channel contain this sum, and the
-    lanes of the other channels contain 0.
+    The formula sums the gradients of perception over the channels, but the layout has separate lanes for each channel.
+    This function puts the sum into the lanes of the first channel, and 0 into the lanes of the other channels.
     """
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
@@ -216,14 +227,17 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """Return, for each lane, the two rows that its gate reads. `layers` determines where the rows of a layer begin."""
+    """Return, for each lane, the numbers of the two rows that its gate reads, packed into one integer.
+
+    `layers` has the number of the first row of each layer in shared memory.
+    """
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
     parts = []
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
         reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
-        if i == 0:  # (gate, kernel, channel) reads (position, channel)
+        if i == 0:  # the gate of a (kernel, channel) reads this channel at two of the nine positions
             rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
         elif j < 0:
             of_kernels = np.arange(K)[:, None] * C + np.arange(C)
@@ -237,9 +251,11 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder rows from the order of the gates to the order of the lanes (`which=_GATES`), or back (`which=_LANES`).
+    """Reorder the rows of each update layer from the order of the gates to the order of the lanes, or back.
 
-    `firsts` has the first row of each layer.
+    `which=_GATES` converts to the order of the lanes, and `which=_LANES` back to the order of the gates.
+
+    `firsts` has the number of the first row of each layer, and the number of rows.
     """
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
@@ -249,18 +265,19 @@ def _reordered(rows, automaton, firsts, which):
 
 
 def _packed(low, high):
-    """Pack two row numbers of shared memory into one integer."""
+    """Return integers whose lower 16 bits are the row numbers `low`, and whose upper 16 bits are the row numbers
+    `high`."""
     return low | high << 16
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables that `Plan.consumers` describes, concatenated."""
+    """Return the tables of row numbers that `Plan.consumers` describes, concatenated into one vector."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
 
     def of_update(j):
-        """Return the consumers of the inputs of update's layer j."""
+        """Return, for each input of update layer j, the row numbers of its consumers' gradients."""
         i = len(perception) + j
         gate, role = _consumers(automaton.update[j])
         lane = orders[j][_LANES][gate]
@@ -288,15 +305,15 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # The consumers of the inputs are the sums over kernels, which have the axes (role, gate, channel). The center is
-    # also consumed by the first update layer.
+    # The gradients of perception's first layer are summed over the kernels. The gradient of a cell's input is a sum of
+    # these sums, which have the axes (role, gate, channel). The center cell is also read by the first update layer.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # The first row of each sum over kernels.
+    # For each sum over the kernels, the number of the first row that it adds.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
@@ -304,10 +321,10 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return the gate and the role of each consumer of each input, as two arrays `(turns, inputs)`.
+    """Return the gate and the role of each consumer of each input, as two arrays `(max_fan_out, inputs)`.
 
-    The role is 0 if the gate reads the input as its a, and 1 if it reads the input as its b. An input with fewer
-    consumers than turns has the gate -1 in the remaining turns.
+    The role is 0 if the gate reads the input as its a, and 1 if it reads the input as its b. If an input has fewer than
+    `max_fan_out` consumers, the remaining gates are -1.
     """
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]

@@ -1,8 +1,8 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-The kernels of a convolution are computed one after the other, each at all positions at once. The values of a leaf at
-all positions are a slice of the image, which is not copied. An or-pool keeps only the position of the largest value in
-each window, and the backward recomputes only the tree at this position.
+The kernels of a convolution are computed one after the other, each at all positions at once. The values that one leaf
+reads at all positions are a slice of the image, and this slice is not copied. An or-pool keeps only the position of the
+largest value in each window, and the backward recomputes only the tree at this position.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return the largest value in each window of the pool, and its position.
+    """Return the largest output of each kernel's tree in each window of the pool, and the position of this output.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
@@ -61,7 +61,7 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     def of_kernel(dx, kernel):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
-        # Without the barrier, the compiler would fuse the computation of these values into each of the many sums below.
+        # Without the barrier, XLA would compute these values again in each of the many sums below.
         levels = levels_of_tree(c, barriers.optimization_barrier(values))
         dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
@@ -79,13 +79,15 @@ def _kept(arrays):
 
 @_kept.defjvp
 def _(arrays, tangents):
-    # Each array has a separate barrier. In a joint barrier, JAX wants either all arrays or no array to depend on the
-    # differentiated input.
+    # Each array has a separate barrier. Some arrays depend on the differentiated input and others do not, and JAX
+    # cannot differentiate a joint barrier of both.
     return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:
-    """Sum over one axis after the other, so that no single sum has too many terms to be accurate.
+    """Return the sum of all elements, summed over one axis after the other.
+
+    Each of these sums has fewer terms than one sum over all axes, and is more accurate.
 
     Without the barriers, XLA would merge the sums into one.
     """
@@ -97,13 +99,13 @@ def _sum(a: Array) -> Array:
 def is_larger(value: Array, largest: Array) -> Array:
     """Return whether a value replaces the largest value so far.
 
-    Among equal values, the first one is kept. A NaN counts as larger than any number, and is kept too.
+    Among equal values, the first one is kept. NaN counts as larger than any number, and the first NaN is kept.
     """
     return ~(value <= largest) & (largest == largest)
 
 
 class _Geometry:
-    """The positions of trees and pools on a padded image."""
+    """The positions of the kernels' trees and of the pool's windows on a padded image."""
 
     def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
         self.stride, self.pool = stride, pool
@@ -114,7 +116,8 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the values that a leaf reads for position (u, v) of each window of the pool, `(height, width, N)`."""
+        """Return the values that a leaf reads if its tree is at position (u, v) of each window of the pool,
+        `(height, width, N)`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -122,9 +125,9 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Return dx plus the gradient with respect to a leaf, added where the leaf reads x.
+        """Return dx, after adding the gradient `dleaf` of a leaf at the elements of x that the leaf read.
 
-        In each window of the pool, this is the position that `places` selects.
+        In each window of the pool, the leaf belongs to the tree at the position that `places` selects.
         """
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:

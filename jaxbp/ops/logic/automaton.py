@@ -1,8 +1,9 @@
 """Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
 
-As in a gate layer, one pair maps the parameters of the gates to coefficients, and a second pair computes the ticks from
-the coefficients. The backward of the second pair visits the ticks from the last to the first, using the states that the
-forward kept (`jaxbp.checkpointing`). It sums gradients over the cells of a tick, then over the ticks.
+As in `gate_layer`, one `Pair` maps the parameters of the gates to coefficients, and a second `Pair` computes the ticks
+from the coefficients. The backward of the second pair computes the gradients of the ticks from the last to the first.
+It uses the states that the forward kept (`jaxbp.checkpointing`). It sums the gradients with respect to the coefficients
+over the cells, then over the ticks.
 """
 
 import functools
@@ -37,9 +38,10 @@ Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Arr
 
 
 class _Draws(NamedTuple):
-    """One key per tick, and the probability of rounding a value of the state before a tick, or None for 0.
+    """The random choices of a rollout: one key per tick, and the probability of rounding a value of the state before a
+    tick. If this probability is the number 0, it is None.
 
-    If nothing is random, a function takes None instead of this tuple.
+    If nothing is random, the argument `draws` of a function is None.
     """
 
     keys: Array
@@ -111,17 +113,18 @@ def _keeping_rows(backend, coefficients, automaton, state, draws, *, steps, fire
 
 
 def _seen(backend, draws, shape, fire_rate, state, t):
-    """Return the state that tick t sees, and which cells update at tick t."""
+    """Return the state that tick t reads (see `_rounded`), and which cells update at tick t (see `_fires`)."""
     return _rounded(backend, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):
-    """Return which cells update at tick t, `(batch, height, width)`, or None if all do."""
+    """Return which cells update at tick t, `(batch, height, width)`, or None if all cells update."""
     return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
 def _rounded(backend, draws, t, state, shape):
-    """Return the state that tick t sees, in part rounded. Its derivative with respect to the state is 1."""
+    """Return the state that tick t reads, in which some values are rounded. Its derivative with respect to `state`
+    counts as 1."""
     if draws is None or draws.rounding_rate is None:
         return state
     # The random bits must be the same in every layout and every dtype.
@@ -131,7 +134,7 @@ def _rounded(backend, draws, t, state, shape):
 
 
 def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
-    """Compute `_backward` by JAX's autodiff."""
+    """Compute the same gradients as `_backward`, by JAX's autodiff."""
 
     def forward(coefficients, state):
         return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
@@ -141,7 +144,10 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axes. There are none if values are random, because these are drawn for all grids at once."""
+    """Return the batch axes of the arguments, so that each device computes the ticks of a part of the grids.
+
+    If `draws` is not None, return no batch axes, because random values are drawn for all grids at once.
+    """
     return Axes({2: 0} if draws is None else {})
 
 
@@ -155,7 +161,10 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """Return the last state and the residuals. On a mesh, no states are kept, and the backward recomputes them.
+    """Return the last state and the residuals. On a mesh, no states are kept: the backward computes them again.
+
+    On a mesh, each device has a vector of states that ends in unused elements. The vectors of several devices therefore
+    cannot be joined into one array.
 
     The states on each device end in spare elements, so that they cannot be joined to one array of all devices.
     """
@@ -177,11 +186,15 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Pairs, as functions of (coefficients, automaton, state, draws). Each implementation has a separate forward."""
+"""Maps each implementation to a `Pair`, a function of (coefficients, automaton, state, draws). Each pair has its own
+forward."""
 
 
 def _ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair of an implementation. An empty grid uses the formulas, because the kernels do not support it."""
+    """Return the pair in `_TICKS` for an implementation.
+
+    If the state is empty, return the pair of formulas, because the kernels do not support empty arrays.
+    """
     return _TICKS[implementation if state.size else "xla"]
 
 
@@ -222,7 +235,8 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
-    """Compute the ticks one after the other, as a function that JAX differentiates."""
+    """Compute the ticks one after the other, by operations that JAX differentiates. This is the implementation
+    "autodiff"."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
     return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -464,7 +478,10 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
-    """Return one key per tick, or `key` for a single tick. Return None if nothing is random."""
+    """Check the random options, and return them as `_Draws`. Return None if nothing is random.
+
+    If `steps` is None, there is a single tick, and its key is `key`.
+    """
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -486,7 +503,8 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Return the rate as an array, or None for the number 0, with which nothing is drawn."""
+    """Check the rounding rate, and return it as an array. Return None for the number 0, because nothing is drawn
+    then."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             came = f"{rate.dtype} of shape {rate.shape}"

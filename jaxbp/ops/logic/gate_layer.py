@@ -10,8 +10,8 @@ each function is linear in a and in b:
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
 Every mixture of these functions is also linear in a and in b. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`,
-whichever parameters determine its coefficients. A layer is made of two pairs. The first pair maps the parameters of
-each gate to coefficients, and the second pair computes the layer from the coefficients.
+whichever parameters determine its coefficients. A layer is made of two `Pair`s. The first pair maps the parameters of
+each gate to its coefficients. The second pair computes the values of the gates from the coefficients.
 """
 
 import dataclasses
@@ -56,14 +56,15 @@ def _forward(coefficients, wires, x, *, groups=None):
 
 
 def _grouped(y, groups):
-    """Return the sums over groups of neighboring gates if `groups` is given, else y."""
+    """Return y. If `groups` is given, return the sums of y over groups of neighboring gates instead."""
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _of_gates(dy, wires, x):
-    """Return the gradient with respect to each gate's value, features first.
+    """Return the gradient with respect to each gate's value, `(gates, examples)`.
 
-    dy is the gradient with respect to the results of the layer, which may be sums over groups.
+    dy is the gradient with respect to the results of the layer. If the results are sums over groups, every gate of a
+    group gets the gradient of its group.
     """
     rows = _features_first(dy.astype(x.dtype))
     return jnp.repeat(rows, wires.gates // len(rows), axis=0)
@@ -87,7 +88,8 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
     """Compute `_gradients` by JAX's autodiff.
 
-    `_copies_of_inputs` makes the order of the additions the same in every run.
+    The inputs of the gates are gathered by `_copies_of_inputs`, so that gradients are added in the same order in every
+    run.
     """
 
     def forward(coefficients, x):
@@ -98,11 +100,11 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return `_inputs_of_gates`, gathered from copies of the rows, so that each copy is read at most once.
+    """Return the same as `_inputs_of_gates`, but gather from copies of the rows, of which each is read at most once.
 
-    The gradient with respect to a row is then a sum over its copies, in a fixed order. The gradient of a gather without
-    copies would add to one row repeatedly, in an order that varies on a GPU. If a few inputs have most of the
-    consumers, there would be too many copies, and the rows are gathered without copies.
+    The gradient with respect to a row is then a sum over its copies, in a fixed order. Without copies, the gradient of
+    the gather would add several gates' gradients to one row, in an order that varies between runs on a GPU. If a few
+    inputs have most of the consumers, there would be too many copies, and the rows are gathered without copies.
     """
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
@@ -111,9 +113,10 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return an array whose elements 2 g and 2 g + 1 are the copies that gate g reads as its a and as its b.
+    """Return the index of the copy that each gate reads: element 2 g for input a of gate g, and element 2 g + 1 for its
+    input b.
 
-    Each row has `max_fan_out` copies.
+    Each row has `max_fan_out` copies, which are adjacent.
     """
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
@@ -124,18 +127,20 @@ def _copies_read(wires):
 def _features_first(x):
     """Reshape `(..., features) -> (features, examples)`."""
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # Otherwise XLA's CPU compiler keeps the layout of x and gathers single elements instead of rows.
+    # On a CPU, the transposed array is also stored in this order. Otherwise XLA keeps the layout of x, and gathers
+    # single elements instead of rows.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
 def _features_last(x, shape):
-    """Reshape back to `(*shape, features)`."""
+    """Reshape `(features, examples) -> (*shape, features)`, the inverse of `_features_first`."""
     return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector has only one memory layout. (A layout constraint would also work, but cannot be exported.)
+    # A vector has only one memory layout, so the array is stored in the order of the vector. A layout constraint would
+    # also work, but cannot be exported.
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -148,16 +153,16 @@ def _forward_kernel(coefficients, wires, x, *, groups=None):
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    # With groups, dy has one row per group. The kernels find a gate's row of dy from its group.
+    # With `groups`, dy has one row per group, and the kernels read the row of a gate's group.
     dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """Return (dx, dc), features first, by the fastest kernels for these wires.
+    """Return (dx, dc), computed by the fastest kernels for these wires. dx has the shape `(inputs, examples)`.
 
-    If none of the other kernels pays, `gradients_by_input` runs, which needs no shared memory. It also runs without a
+    If no other kernel is faster, `gradients_by_input` runs, which needs no shared memory. It also runs if there is no
     GPU.
     """
     arrays = dy, coefficients, graph, x
@@ -188,7 +193,8 @@ _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
 def _where_it_pays(kernel, formula):
-    """Return a function that calls `kernel`, with the table of gate functions, if it is faster, and else `formula`."""
+    """Return a function that calls `kernel` if it is faster, else `formula`. The kernel takes the table of the 16 gate
+    functions."""
 
     def function(*arrays):
         if not kernel.pays(*arrays, table=_TABLE):
@@ -221,7 +227,7 @@ _GATES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to y. Under "pallas", the forward is a kernel, too."""
+"""An op that maps (coefficients, wires, x) to y. Under "pallas", both forward and backward are kernels."""
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
@@ -233,8 +239,8 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # The other parametrizations have four parameters per gate and no sums over the 16 functions. A kernel would not be
-    # faster than XLA.
+    # The other parametrizations have four parameters per gate and no sums over the 16 functions, so a kernel would not
+    # be faster than XLA.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -252,17 +258,17 @@ def _layer(parameters, wires, x, *, parametrization, groups, implementation):
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
-    # The parameters are widened once, so that the gradients of both uses are added before they are rounded. A single
-    # gradient could overflow in half precision.
+    # The parameters are converted to a wider dtype only once. Their gradients from both uses are then added before they
+    # are rounded. In half precision, one of these gradients alone could overflow.
     pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
-    """Compute the layer, as a function that JAX differentiates.
+    """Compute the layer by operations that JAX differentiates. This is the implementation "autodiff".
 
-    For logits, a gate is the sum of the 16 functions, weighted by their probabilities.
+    If the parameters are logits, the value of a gate is the sum of the 16 functions, weighted by their probabilities.
     """
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)

@@ -113,7 +113,8 @@ _TREES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to (y, indices)."""
+"""An op that maps (coefficients, wires, x) to y and the indices of the maxima. Under "pallas", the forward is a kernel,
+too."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -122,15 +123,15 @@ def _convolution(parameters, wires, x, *, parametrization, implementation, **opt
 
 
 def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization, implementation, **options):
-    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # widened once, as in `gate_layer`
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # made wider once, as in `gate_layer`
     dc, _, dx = _TREES_BACKWARD(dy, indices, pair.forward(wide), wires, x, implementation=implementation, **options)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """Compute the trees, as a function that JAX differentiates.
+    """Compute the trees by operations that JAX differentiates. This is the implementation "autodiff".
 
-    For logits, a gate is the sum of the 16 functions, weighted by their probabilities.
+    If the parameters are logits, the value of a gate is the sum of the 16 functions, weighted by their probabilities.
     """
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))

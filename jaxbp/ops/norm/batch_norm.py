@@ -22,7 +22,7 @@ Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"],
 
 
 def _over(x):
-    """Return the axes over which the statistics are computed: all but the channels."""
+    """Return the axes over which the mean and the variance are computed: all axes except the channels."""
     return (0, *range(2, x.ndim))
 
 
@@ -32,7 +32,8 @@ def _along(a, x):
 
 
 def _normalise(x, scale, bias, *, epsilon):
-    """Return ((y, mean, var), residuals)."""
+    """Return ((y, mean, var), residuals), where y is the normalized x, scaled and shifted, and the residuals are for
+    `_backward`."""
     mean, rest = mean_and_rest(x, _over(x))
     centred = (upcast(x) - mean) - rest
     var = jnp.mean(jnp.square(centred), axis=_over(x))
@@ -63,15 +64,17 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
 
 
 def _terms(dy, x, mean, rest):
-    """Return the terms of the two sums over the batch and space: dy, and dy times the deviation of x from the mean."""
+    """Return the two arrays that the backward sums over the batch and the spatial axes: dy, and dy times the deviation
+    of x from the mean."""
     return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
     """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`.
 
-    With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`,
-    and `dx = scale s (dy - dbias/n - x̂ dscale/n) + dmean/n + dvar 2 (x - mean)/n`.
+    The arguments dy_sum and deviation_sum are the sums of `_terms`. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`,
+    and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and `dx = scale s (dy - dbias/n - x̂ dscale/n) +
+    dmean/n + dvar 2 (x - mean)/n`.
     """
     _, dmean, dvar = dys
     count = math.prod(x.shape[axis] for axis in _over(x))

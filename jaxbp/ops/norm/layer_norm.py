@@ -32,19 +32,24 @@ Parameter = Float[Array, "hidden"]
 
 
 def rows(a):
-    """Reshape `(..., hidden)` to a matrix."""
+    """Reshape `(..., hidden)` to a matrix `(rows, hidden)`."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
 def _first(x):
-    # Subtracting this value first improves the accuracy, but does not change the result. It needs no gradient.
+    # The first element of each row is subtracted before the mean is computed. This improves the accuracy. In exact
+    # arithmetic, it does not change the result, so it needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std) of each row. The offset is the mean minus the first element, or None without `center`.
+    """Return (offset, inv_std), one number each per row. The offset is the row's mean minus its first element, or None
+    without `center`.
 
-    The offset is used instead of the mean, because the mean of a row far from zero is rounded to few digits.
+    `inv_std` is the reciprocal of the standard deviation, or without `center` of the root mean square.
+
+    The offset is kept instead of the mean. If the numbers of a row are far from zero, their mean is large, and rounding
+    leaves it too few digits.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -58,7 +63,7 @@ def _inv_std(centred, eps):
 
 
 def _normalised(x, offset, inv_std):
-    """Return x̂."""
+    """Return x̂, the normalized rows before scale and bias, in float32 or wider."""
     centred = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
     return centred * inv_std[..., None]
 
@@ -69,13 +74,13 @@ def _scaled(normalised, scale, bias, dtype):
 
 
 def normalise(x, scale, bias, *, eps, center):
-    """Return (y, offset, inv_std), the last two as in `row_statistics`."""
+    """Return the normalized rows y, and (offset, inv_std) as `row_statistics` does."""
     offset, inv_std = row_statistics(x, eps=eps, center=center)
     return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
 
 
 def normalise_kernel(x, scale, bias, *, eps, center):
-    """Compute `normalise` by a kernel."""
+    """Compute the same as `normalise`, by a kernel."""
     if x.size == 0:
         return normalise(x, scale, bias, eps=eps, center=center)
     arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
@@ -86,7 +91,8 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
     """Return (dx, dscale, dbias, y), with dscale and dbias in float32.
 
-    dbias is None without `center`, and y is None without `with_y`. If inv_std is None, the statistics are recomputed.
+    The backward recomputes y, the result of the forward, for ops that need it. dbias is None without `center`, and y is
+    None without `with_y`. If the argument inv_std is None, the statistics are computed from x.
     """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
@@ -97,13 +103,13 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Compute `gradients` by a kernel, which also computes the statistics if they are not given."""
+    """Compute the same as `gradients`, by a kernel. If inv_std is None, the kernel computes the statistics."""
     options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads its last group of rows with zeros. With such a small eps, the reciprocal of their
-        # deviation would not be finite.
+        # The streamed kernel adds rows of zeros to its last group of rows. With such a small eps, the reciprocal of the
+        # standard deviation of these rows would not be finite.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -112,7 +118,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
 
 
 def input_gradient(t, normalised, inv_std, *, center=True):
-    """Return dx, given `t = dy * scale`, x̂, and inv_std, in x̂'s dtype."""
+    """Return dx in x̂'s dtype, given `t = dy * scale`, x̂, and inv_std."""
     dtype, t, normalised = normalised.dtype, upcast(t), upcast(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
@@ -121,38 +127,42 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 
 
 def input_gradient_from_x(t, x, *, eps):
-    """Return (dx, x̂), both in x's dtype."""
+    """Return (dx, x̂), both in x's dtype, given `t = dy * scale` and x."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
 
 
 def input_gradient_kernel(t, normalised, inv_std):
-    """Compute `input_gradient` by a kernel, for rows that can be streamed."""
+    """Compute the same as `input_gradient`, by a kernel that streams rows through shared memory. It does not support
+    all row lengths."""
     arrays = rows(t), rows(normalised), inv_std.ravel()
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
 def input_gradient_from_x_kernel(t, x, *, eps):
-    """Compute `input_gradient_from_x` by a kernel, for rows that can be streamed."""
+    """Compute the same as `input_gradient_from_x`, by a kernel that streams rows through shared memory. It does not
+    support all row lengths."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
     results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    """Call the kernel that streams rows through shared memory if it is faster for these rows, else the plain kernel.
+    """Call the kernel `streamed`, which streams rows through shared memory, if it is faster for these rows. Otherwise,
+    call the kernel `plain`.
 
-    Without a GPU, the plain kernel runs.
+    If there is no GPU, `plain` runs.
     """
     streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return the default: the kernels for rows that they can stream, and JAX's autodiff for other rows.
+    """Return the default implementations. On a GPU that runs the kernels, this is "pallas" for rows that a kernel can
+    stream through shared memory, and "autodiff" for other rows.
 
-    For those, autodiff is faster than the plain kernels.
+    For other rows, autodiff is faster than the kernels that do not stream.
     """
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
@@ -168,7 +178,8 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward without its forward. It computes the statistics from x."""
+    """Return the residuals for a backward that is called without its forward. The statistics are None, so the backward
+    computes them from x."""
     return x, scale, None, None
 
 
@@ -189,7 +200,7 @@ _LAYER_NORM, _RMS_NORM = (
             "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, batched(0))),
         },
         residuals=_residuals,
-        # Axes for (dy, x, scale, offset, inv_std).
+        # The batch axes of (dy, x, scale, offset, inv_std).
         batch_axes=batched(0, 1, 3, 4),
         name=name,
         unsupported=checks.unsupported_dtype,
@@ -198,7 +209,8 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""Pairs, as functions of `(x, scale, bias)`. The first has `center=True`. The second has `center=False` and no bias."""
+"""The pairs of LayerNorm and RMSNorm, functions of `(x, scale, bias)`. The first has `center=True`. The second has
+`center=False`, and its bias is None."""
 
 
 def layer_norm(

@@ -37,8 +37,9 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""The number of rows per output from which x̂ is kept. This saves passes over the rows, but needs passes over the
-weights. From this number on, the passes over the rows take longer (docs/lab/2026-11-25-norm.md)."""
+"""The least number of rows per output for which x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over
+the weights. With at least this many rows, the saved passes would take longer than the added ones
+(docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -48,13 +49,14 @@ def _forward(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results(x, scale, bias, w, b, *, eps, precision):
-    """Return (z, offset, inv_std)."""
+    """Return the result z of the op, and the statistics (offset, inv_std) of `layer_norm.row_statistics`."""
     y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
     return _dense(y, w, b, precision=precision), offset, inv_std
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute `_results` by one kernel if it is faster, else by one kernel for the rows and one for the product."""
+    """Compute the same as `_results`, by one kernel if this is faster. Otherwise, one kernel normalizes the rows, and
+    then a kernel or cuBLAS computes the product."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -84,9 +86,9 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether "pallas" keeps x̂ in place of x.
+    """Return whether the forward under "pallas" keeps x̂ instead of x for the backward.
 
-    It does not in float16, where `w * scale` may be so small that it loses digits.
+    In float16 it keeps x, because the products `w * scale` may be so small that they lose digits.
     """
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
@@ -100,7 +102,7 @@ def _keeps_normalised(x, w):
 
 
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    """Return (z, x̂, inv_std)."""
+    """Return the result z of the op, computed from x̂ and the scaled weights, and (x̂, inv_std)."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
     offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
     offsets = offsets if b is None else offsets + upcast(b)
@@ -132,7 +134,8 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals for a backward without its forward. It computes the statistics from x."""
+    """Return the residuals for a backward that is called without its forward. The statistics are None, so the backward
+    computes them from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -140,9 +143,10 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """Compute the backward from its two parts.
+    """Compute the backward by two functions, which are formulas or kernels.
 
-    `gradients` computes the gradients of LayerNorm and recomputes y. `parameters` computes dw and db from dy and y.
+    `gradients` computes the gradients of LayerNorm and recomputes its result y. `parameters` computes dw and db from dy
+    and y.
     """
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
@@ -154,7 +158,8 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # The forward by formulas keeps x. This branch is for derivatives of the kernels' backward, which keeps x̂.
+    # x̂ is given only if the forward ran under "pallas", because the forward by formulas keeps x. This branch then
+    # computes derivatives of the backward by kernels.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -182,7 +187,7 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
 
 
 def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
-    """Compute the backward from x̂, or from x if x̂ is None."""
+    """Compute the backward from x̂ (`normalised`). If x̂ is None, compute it from x."""
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
         dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
@@ -204,12 +209,12 @@ def _parameters_kernel(dy, y, *, precision):
 
 
 def _sums(dy, normalised):
-    """Return `Σ dyᵀ x̂` and `Σ dy`, in float32."""
+    """Return `s = Σ dyᵀ x̂` and `db = Σ dy`, both summed over the rows in float32."""
     return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
 
 
 def _sums_kernel(dy, normalised):
-    # On a mesh, each device has fewer rows, for which the kernel may not pay.
+    # On a mesh, each device has only a part of the rows. For this part, the kernel may be slower than the formula.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
@@ -218,14 +223,14 @@ def _sums_kernel(dy, normalised):
 def _of_sums(parameters, s, db, scale, bias, w, b):
     """Return (dscale, dbias, dw, db), given `s = Σ dyᵀ x̂` and `db = Σ dy` in float32.
 
-    `parameters` computes (dw, dscale, dbias).
+    `parameters` is a formula or a kernel that computes (dw, dscale, dbias).
     """
     dw, dscale, dbias = parameters(s, db, scale, bias, w)
     return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
 
 
 def _parameters_of_sums(s, db, scale, bias, w):
-    """Return (dw, dscale, dbias)."""
+    """Return (dw, dscale, dbias), given `s = Σ dyᵀ x̂` and `db = Σ dy`."""
     wide = upcast(w)
     dw = s * upcast(scale) + db[:, None] * upcast(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
@@ -235,9 +240,9 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return LayerNorm's default, but never autodiff in half precision.
+    """Return the default implementations of `layer_norm`, but with the formula instead of autodiff in half precision.
 
-    Autodiff would sum db in half precision.
+    In half precision, autodiff would also sum db in half precision.
     """
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
@@ -250,7 +255,7 @@ _LAYER_NORM_LINEAR = Pair(
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
     residuals=_residuals,
-    # Axes for (dy, x, scale, bias, w, b, offset, inv_std, normalised).
+    # The batch axes of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     batch_axes=batched(0, 1, 6, 7, 8),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,

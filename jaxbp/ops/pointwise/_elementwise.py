@@ -71,13 +71,13 @@ class Elementwise(Pair):
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
-        """Check the named arrays and call the op."""
+        """Check the arrays, given by their names for error messages, and call the op."""
         values = checks.floating(self.name, **arrays)
         checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
         return self(*values, implementation=implementation, **options)
 
     def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
-        """Check the named arrays and call the backward."""
+        """Check dy and the arrays, given by their names for error messages, and call the backward."""
         op = self.vjp.name
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
@@ -85,14 +85,16 @@ class Elementwise(Pair):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the batch axes: the leading axis of each array that is not broadcast along it."""
+    """Return the batch axes. The leading axis of an array is a batch axis unless the array is broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):
-    """Return the gradients in the shapes and dtypes of their arrays. They are a tuple, or one array if there is only
-    one."""
+    """Return the gradients in the shapes and dtypes of the arrays that they belong to.
+
+    The result is a tuple, or an array if there is only one gradient.
+    """
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
 
@@ -113,7 +115,11 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by one kernel for all that need no sum, and by one kernel for each of the others."""
+    """Compute the gradients by kernels.
+
+    One kernel computes all gradients whose arrays were not broadcast. For each other array, a separate kernel computes
+    the gradient and sums it over the broadcast axes.
+    """
 
     def select(wanted):
         def formula(*values):

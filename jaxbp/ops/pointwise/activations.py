@@ -86,7 +86,7 @@ last digit of float64."""
 def _saturating(function):
     """Return `function(x)`, but 0 below -`_SATURATION` and x above `_SATURATION`.
 
-    There, the function may multiply 0 by infinity.
+    For such large x, the function may multiply 0 by infinity, which is NaN.
     """
 
     def forward(x, **options):
@@ -98,7 +98,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`, where slopes have reached their limits. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`. Beyond these bounds, the slope of an activation function is constant. NaN stays NaN."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -136,8 +136,8 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 def _normalised(name, function, term, default=AUTODIFF_ON_CPU):
     """Return a pair for `softmax` or `log_softmax` over axes.
 
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward saves x instead of its
-    result, because the result is rounded.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward saves x for the
+    backward, not its result, because the result is rounded.
     """
 
     def forward(x, *, axis):

@@ -32,7 +32,8 @@ def _power(x1, x2):
     # 0 ** 0 does not depend on the base, so its derivative with respect to the base is 0.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # The subtracted term has the value 0, and a slope of -inf with respect to x2.
+    # The value of the subtracted term is 0, and its derivative with respect to x2 is infinite. It gives the power the
+    # derivative -inf with respect to x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 
@@ -70,7 +71,7 @@ def _log_in_two(x):
     left = ((m - 1) - product) - rest_of_product - s * (m - (below - 1))
     square = s * s
     series = 2 * s * square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square / 11))))
-    most_of_log_2 = 355 / 512  # n times this is exact
+    most_of_log_2 = 355 / 512  # n times this number is exact
     large, small = n * most_of_log_2, 2 * s
     log = large + small
     rest = (large - (log - (log - large))) + (small - (log - large))
@@ -81,8 +82,8 @@ def _log_in_two(x):
 def _product_in_two(a, b):
     """Return the product of a and b as a sum of two numbers.
 
-    The first is the product of the upper halves of their digits, which is exact. The second is the rest. If a compiler
-    fuses these operations, the sum is no less exact.
+    The first is the product of the upper halves of their digits, which is exact. The second is the rest. A compiler may
+    fuse these operations. The sum of the two numbers is then at least as accurate.
     """
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
@@ -90,7 +91,7 @@ def _product_in_two(a, b):
 
 
 def _with_bits(x, mask):
-    """Return x with all bits cleared that are not in the mask."""
+    """Return x, in which all bits that are 0 in the mask are set to 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -101,9 +102,9 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # The derivative is replaced only at the points `constant`. At other points with x2 = 0, the factor x2 makes it
-        # 0, and second derivatives need the slope of this factor. At replaced points, powers and logarithms get the
-        # base 1, because their slopes at the true base would turn a 0 into NaN.
+        # The derivative is replaced only at the points `constant`. At other points with x2 = 0, the factor x2 makes the
+        # derivative 0, and second derivatives need the slope of this factor. At replaced points, powers and logarithms
+        # are computed with the base 1. With the true base, their slopes would be infinite, and 0 times infinity is NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -114,7 +115,7 @@ def _power_gradient(power):
 
 
 def _gradient_of_larger(dy, x1, x2):
-    """Return dy where x1 is the larger, and half of dy where both are equal."""
+    """Return dy where x1 is larger than x2, half of dy where both are equal, and 0 elsewhere."""
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 

@@ -12,12 +12,12 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _keep(key, shape, rate):
-    # The probability is a float32, so that the mask is the same with and without float64.
+    # The probability is a float32, so that the mask is the same whether or not JAX's 64-bit mode is on.
     return jax.random.bernoulli(key, jnp.float32(1 - rate), shape)
 
 
 def _forward(x, key, *, rate):
-    # A rate of 1 drops every element; the condition avoids a division by 0.
+    # A rate of 1 drops every element. The condition then avoids a division by 0.
     scale = 1 / (1 - rate) if rate < 1 else 0.0
     return jnp.where(_keep(key, x.shape, rate), (upcast(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
 
@@ -61,7 +61,7 @@ def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implement
 def dropout_backward(dy: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
     """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is `dropout(dy, key, rate)`."""
     dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
-    # The forward is linear, so the gradient does not depend on x. dy is passed in place of x.
+    # The forward is linear in x, so the gradient does not depend on x. `vjp` therefore gets dy in place of x.
     return _DROPOUT.vjp(dy, dy, key, rate=rate, implementation=implementation)
 
 

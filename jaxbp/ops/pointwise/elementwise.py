@@ -21,8 +21,8 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # The formula divides by a root, because the derivative of `rsqrt` overflows for small x. A dy of 0 would then give
-    # NaN.
+    # The formula divides by a root, because the derivative of `rsqrt` overflows for small x. The product of an infinite
+    # derivative and a dy of 0 would be NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
@@ -30,7 +30,7 @@ _SQRT = Elementwise(
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# Clipping selects numbers. With a minimum and a maximum, the gradient at a bound would be dy / 2.
+# The forward selects one of three numbers. If it were a minimum of a maximum, the gradient at a bound would be dy / 2.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),

@@ -23,7 +23,8 @@ Gradients = tuple[Floats, Floats]
 
 
 def _mean_loss(name, loss, slope):
-    """Return a pair for the mean of `loss(error)` over all n elements. Its gradient is `slope(error) / n`."""
+    """Return the `Pair` of the mean of `loss(error)` over all n elements. The gradient with respect to an element's
+    error is `slope(error) / n`."""
 
     def forward(predictions, targets):
         error = upcast(predictions) - upcast(targets)
@@ -47,16 +48,16 @@ def _mean_loss(name, loss, slope):
 def _x_log_y(x, y):
     """Return `x ln y`, or 0 where x and y are 0.
 
-    At these points, autodiff gives the derivative -inf with respect to x, and 0 with respect to y.
+    Where x and y are 0, autodiff of this function gives the derivative -inf with respect to x, and 0 with respect to y.
     """
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x log`, or 0 at the points `at_zero`, at which x is 0 and log is -inf.
+    """Return `x * log`, but 0 at the points `at_zero`, where x is 0 and log is -inf.
 
-    At these points, the slope with respect to x is -inf.
+    At these points, the derivative with respect to x is -inf.
     """
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
@@ -68,7 +69,8 @@ def _huber(predictions, targets, *, delta):
 
 
 def _huber_gradients(dy, predictions, targets, *, delta):
-    # The error is clipped by selections. With a minimum and a maximum, the slope at a bound would be half.
+    # The error is clipped by selecting one of three numbers. If it were a minimum of a maximum, the slope at a bound
+    # would be a half instead of 1.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -84,7 +86,10 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """Return `ln x` without its infinite slope at 0. That slope times a cotangent of 0 would be NaN."""
+    """Return `ln x`, but with the derivative 0 at x = 0.
+
+    The derivative of the logarithm is infinite there, and its product with a cotangent of 0 would be NaN.
+    """
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -103,8 +108,8 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the forward's logarithms, and so computes half as many. If the forward is not in the
-    # program, the formula is equally fast.
+    # On a GPU, autodiff reuses the logarithms of the forward, so it computes half as many logarithms as the formula. If
+    # the program contains only the backward, both are equally fast.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -143,7 +148,7 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """Check the named arrays and call a loss or its backward.
+    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss.
 
     All arrays must have one floating dtype and one shape, except `dy`, which has the shape of the loss.
     """

@@ -32,12 +32,13 @@ def _count(shape, axis):
 
 
 def _keep_axes(y, shape, axis):
-    """Return y, reshaped so that its reduced axes have size 1."""
+    """Reshape the result y of a reduction so that the reduced axes exist with size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
 
 def _reduced(function):
-    """Return a forward that computes a reduction in float32 or wider and returns a's dtype."""
+    """Return a forward that computes the reduction `function` in float32 or wider, and rounds the result to a's
+    dtype."""
 
     def forward(a, *, axis, keepdims, shape, **options):
         return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
@@ -46,7 +47,8 @@ def _reduced(function):
 
 
 def _spread(scale):
-    """Return the backward of a sum: `dy * scale(n)` at every position, where n is the number of summed elements."""
+    """Return the backward of a sum of n elements that is multiplied by `scale(n)`: at every position, the gradient is
+    `dy * scale(n)`."""
 
     def formula(dy, *, axis, keepdims, shape):
         scaled = upcast(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
@@ -60,10 +62,11 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, computed element by element.
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, where `formula` is an element-wise
+    function.
 
-    The backward recomputes the statistics, because the forward's result is rounded to a's dtype. If the forward is in
-    the same program, XLA computes them only once.
+    The backward recomputes the statistics, because the result of the forward is rounded to a's dtype. If the forward is
+    in the same program, XLA computes the statistics only once.
     """
 
     def in_jnp(dy, a, *, axis, keepdims, shape, **options):
@@ -79,7 +82,10 @@ def _elementwise_gradient(formula, statistics):
 
 
 def _share(count):
-    """Return the weight of an element in a mean. The mean of no elements is NaN, and so is its gradient."""
+    """Return the weight of each element in a mean of `count` elements, which is NaN if there are no elements.
+
+    The mean of no elements is NaN, and so is its gradient.
+    """
     return 1.0 / count if count else math.inf
 
 
@@ -91,19 +97,23 @@ _MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean"
 
 
 def _var_gradient(dy, a, mean, rest, *, count, ddof):
-    if count <= ddof:  # NaN for every dy, so the derivative with respect to dy is 0
+    if count <= ddof:  # the gradient is NaN for every dy, so its derivative with respect to dy is 0
         return jnp.full_like(a, math.nan)
     return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `largest_and_total`, but with a total of 1 for a row of -inf. The gradient, 0 / total, is then 0."""
+    """Return the result of `largest_and_total`, but with a total of 1 where all elements are -inf.
+
+    The gradient there is 0 / total, which is then 0.
+    """
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
 
 def _logsumexp(a, axis, keepdims):
-    """Compute the log-sum-exp from `largest_and_total`, which the gradient also needs. XLA computes this only once."""
+    """Compute the log-sum-exp from the result of `largest_and_total`. The gradient needs it, too, and XLA computes it
+    only once."""
     largest, total = largest_and_total(a, axis)
     is_empty = total == 0
     y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
@@ -127,13 +137,15 @@ _LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return the index of each element among the elements with which it is reduced, in row-major order."""
+    """Return an integer array of the given shape. Each element has its index, in row-major order, among all elements
+    that are reduced to the same result."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
 
 def _save_first(forward):
-    """Return a `save` that keeps the index of the first maximum or minimum. The gradient needs nothing else."""
+    """Return a function `save` for `Pair` that keeps the index of the first maximum or minimum. The gradient needs only
+    dy and this index."""
 
     def save(a, *, axis, keepdims, shape):
         @jax.custom_jvp
@@ -141,13 +153,14 @@ def _save_first(forward):
             return forward(a, axis=axis, keepdims=True, shape=shape)
 
         def index_of(a, y):
-            # This is faster than argmax. If y is NaN, it finds the first NaN.
+            # This reduction is faster than argmax. If y is NaN, it finds the index of the first NaN.
             is_extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
         def _(primals, tangents):
-            # This rule is for second derivatives. Without it, autodiff would split y's tangent among equal elements.
+            # This rule is for second derivatives. Without it, autodiff would split the tangent of y among all elements
+            # that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)

@@ -1,10 +1,10 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients of both.
 
-A group of cells is computed at a time. In shared memory, it has one row per input and per gate, and one column per cell
-(plan.py). `Cells` maps rows and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers
-the neighborhoods of a group of cells from the state, and writes them to the rows of the inputs. `write_next_state`
-writes the rows of the last layer to the next state. `OutputGradients` sums the gradients that the backward of the next
-tick has written for each cell, and writes the sums to the rows of the last layer's gradients.
+A CTA computes one group of cells at a time. In shared memory, the group has one row per input and per gate, and one
+column per cell (plan.py). `Cells` maps rows and columns of shared memory to elements of the arrays in device memory.
+`Inputs` gathers the neighborhoods of a group of cells from the state, and writes them to the rows of the inputs.
+`write_next_state` writes the rows of the last layer to the next state. `OutputGradients` sums the gradients that the
+backward of the next tick has written for each cell, and writes the sums to the rows of the last layer's gradients.
 """
 
 import dataclasses
@@ -23,8 +23,11 @@ from pallas_kernels.logic.automaton.schedule import Team
 class _StateElements(NamedTuple):
     """Indices of the elements of a state, with one lane per element.
 
-    `row` and `column` are indices in the rows of the last layer, `place` is an index in the state, and `cell` is the
-    element's cell. `valid` is whether the element exists. If it does not exist, the indices point to unused elements.
+    Attributes:
+      row, column: position of the element in the rows of the last layer.
+      place: index of the element in the state.
+      cell: index of the element's cell.
+      valid: whether the element exists. If it does not exist, the indices point to unused elements.
     """
 
     row: Array
@@ -36,12 +39,13 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a group: `count` cells of a grid, with one column per cell in the slice's rows. Cells beyond the grid
-    are masked.
+    """A slice of a group of cells. Its rows of shared memory have one column per cell. Indices after the grids' last
+    cell are masked.
 
     Attributes:
+      count: number of cells in the slice.
       first_of_group: index of the group's first cell.
-      slices: the rows of all slices of the group.
+      slices: reference to the rows of all slices of the group.
       number: index of this slice.
     """
 
@@ -61,7 +65,7 @@ class Cells:
 
     @property
     def elements(self):
-        """Layer with one lane for each element of the cells' states."""
+        """A `Layer` with one lane for each element of the cells' states."""
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
@@ -71,13 +75,13 @@ class Cells:
         column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
-        # Lanes are padded. If there are lanes after the last element, there is also an unused row after the last
-        # channel's row.
+        # If there are padding lanes after the last element, the last layer also has an unused row after its last
+        # channel's row. Padding lanes use this row.
         row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """Return the index of the cell at an offset from `cell`, and whether this cell exists."""
+        """Return the index of the cell at an offset in rows and columns from `cell`, and whether this cell exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -100,7 +104,7 @@ class Cells:
         return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
-        """Write the gradients of a part of the inputs to `dseen_out`."""
+        """Write the gradients with respect to a part of the inputs to `dseen_out`."""
         neighbourhood = self.plan.neighbourhood
         lane, column = lane_and_column(part.lanes, self.count)
         lane, cell = lane + part.offset, column + self.first
@@ -121,14 +125,14 @@ class Inputs:
     state: Any
 
     def load(self, slices):
-        """Load the argument of `write`."""
+        """Load the elements that the cells see: the argument `loaded` of `write`."""
         return [
             [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].plan.inputs)
         ]
 
     def write(self, slices, loaded):
-        """Write the rows of the inputs."""
+        """Write the result of `load` to the rows of the inputs."""
         for part, blocks in zip(self.team.parts(slices[0].plan.inputs), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, blocks))
 
@@ -152,11 +156,13 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells. Each is the cell's dkept plus the entries for
-    this cell in the dseen of its neighbors.
+    """The gradients with respect to the next state of a group of cells. For each cell, the gradient is the cell's dkept
+    plus the entries for this cell in the dseen of the nine cells that see it.
 
     Attributes:
-      dkept_out: array to which the gradients of the kept states are written.
+      fires: 0 for each cell that keeps its state in this tick, or None if all cells fire.
+      dseen, dkept: results of the backward of the next tick.
+      dkept_out: array to which the gradients with respect to kept states are written.
     """
 
     team: Team
@@ -166,31 +172,32 @@ class OutputGradients:
     dkept_out: Any
 
     def load(self, slices):
-        """Load the argument of `write`."""
+        """Load the `terms` of each part, for each slice: the argument `loaded` of `write`."""
         return [
             [self.terms(part, cells) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].elements)
         ]
 
     def terms(self, part, cells):
-        """Load the terms of the gradients, and whether each cell fires."""
+        """Load (dkept, dseen, fires) for a part: the terms of the gradients, and whether each cell fires. fires is None
+        if all cells fire."""
         elements = cells.state_elements(part)
         dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield, for each of the nine cells that see a cell, the index in dseen of its gradient with respect to this
-        cell, and whether it exists."""
+        """For each of the nine cells that see the cell of an element, yield the index of the element's gradient in that
+        cell's dseen, and whether that cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
-            # The cell on the opposite side sees this cell at position p.
+            # The cell at the offset opposite to position p sees this cell at position p.
             cell, valid = cells.neighbour(elements.cell, 1 - p // 3, 1 - p % 3)
             yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
 
     def write(self, slices, loaded):
-        """Write the gradients with respect to the last layer's rows and to the kept states."""
+        """Write the gradients with respect to the outputs of the last layer and with respect to kept states."""
         for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
 

@@ -1,7 +1,8 @@
-"""How a tick of an automaton is divided among CTAs and warpgroups.
+"""Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
-A CTA computes a group of cells at a time. The group is as large as fits in shared memory and keeps all multiprocessors
-busy. If the rows for one cell do not fit, the automaton is unsupported.
+A CTA computes one group of cells at a time. The group's inputs and gates have rows in shared memory (plan.py).
+`heuristic` chooses the number of cells per group. All rows of a group must fit in shared memory, and there should be
+groups for all multiprocessors. If the rows do not fit even for a group of one cell, the automaton is unsupported.
 """
 
 import dataclasses
@@ -17,41 +18,44 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice, whose elements of a row are adjacent. A thread's widest access to shared memory is 16 bytes (CUDA
-C++ Programming Guide), or four float32. Longer rows would begin in fewer different banks."""
+"""Number of cells per slice. A group of cells is divided into slices, and each slice has separate rows in shared
+memory. A row of four float32 has 16 bytes, which is a thread's widest access to shared memory (CUDA C++ Programming
+Guide). Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the number of cells that a CTA computes at a time. A second slice uses the same wires and coefficients
-as the first, and a third would not fit in shared memory. Fewer than four cells were slower:
+"""Candidates for the number of cells per group. Eight cells are two slices, which use the same wires and coefficients.
+A third slice would not fit in shared memory. Groups of fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Latency of a group of cells, expressed as the number of cells that could be computed in this time. Chosen by hand;
-not tuned."""
+"""Latency per group of cells, as the number of cells that could be computed during this time. Chosen by hand; not
+tuned."""
 WARPGROUPS = 2
-"""Most warpgroups per CTA. They share the CTA's rows, and each computes a part of every layer. One warpgroup was slower
-on large grids: docs/lab/2026-11-22-automata.md."""
+"""Largest number of warpgroups per CTA. All of them access the CTA's rows in shared memory, and each computes a part of
+every layer. One warpgroup was slower on large grids of cells: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Most registers of a thread for the gradients of coefficients. Together with the values of a step, they fit in 255
-registers. Chosen by hand; not tuned."""
+"""Most registers per thread for the sums of the coefficients' gradients. The sums and the values of a step then fit in
+255 registers together. Chosen by hand; not tuned."""
 _FORWARD_PROGRAMS = 2
-"""CTAs of the forward per multiprocessor, if the grid is large enough. Three and four CTAs were no faster:
+"""Most CTAs of the forward per multiprocessor. Three and four CTAs were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory that are left to Mosaic GPU. Chosen by hand: more than its barrier takes."""
+"""Bytes of shared memory per CTA that are left to Mosaic GPU. Chosen by hand; Mosaic GPU's barrier takes fewer
+bytes."""
 _MAX_CONSUMERS = 32
-"""Most consumers per row, because the sum of the consumers' gradients is unrolled. Chosen by hand; not tuned."""
+"""Most consumers per input or gate. The code that sums the gradients from all consumers is unrolled, so it becomes
+longer with each consumer. Chosen by hand; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a tick is divided among CTAs and warpgroups.
+    """Division of a tick among CTAs and warpgroups.
 
     Attributes:
-      cells: cells that a CTA computes at a time: one, two, or a multiple of four.
+      cells: number of cells per group: one, two, or a multiple of four. A CTA computes one group at a time.
       programs: number of CTAs.
-      lanes: number of lanes of a layer that one warpgroup computes at a time. Their values must fit in registers.
-      lookahead: number of steps by which the fetch of wires and coefficients precedes their use. A step computes
-        `lanes` lanes.
-      warpgroups: warpgroups per CTA, at most `WARPGROUPS`.
+      lanes: largest number of lanes of a layer that one warpgroup computes in one step. Their values must fit in
+        registers.
+      lookahead: number of steps by which wires and coefficients are fetched before the step that uses them.
+      warpgroups: number of warpgroups per CTA, at most `WARPGROUPS`.
       totals_in_registers: whether a CTA sums the gradients of the coefficients over all its cells in registers, rather
         than in device memory.
     """
@@ -68,7 +72,7 @@ class Config:
         return -(-self.cells // _SLICE)
 
     def rows(self, count: int) -> Any:
-        """Return shared memory for `count` rows per slice."""
+        """Return the declaration of shared memory with `count` rows per slice."""
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
@@ -87,7 +91,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward, from which `forward_heuristic` takes the number of cells."""
+    """Return the config of the backward. The forward uses the same number of cells per group."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):
@@ -97,8 +101,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # With a single group, a CTA waits for its first wires. These values were fastest in
-        # docs/lab/2026-11-22-automata.md.
+        # If a CTA has a single group of cells, there is no earlier group during which it could fetch its first wires,
+        # so it waits for them. These values were fastest in docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 256 lanes and a lookahead of two were faster than 128 lanes and a lookahead of four:
     # docs/lab/2026-11-23-automata-kernels.md.
@@ -113,17 +117,18 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
     groups = -(-plan.cells // config.cells)
     if groups <= multiprocessors:
         return config
-    # The forward's rows are few enough for several CTAs per multiprocessor.
+    # The forward reuses rows, so it needs less shared memory than the backward. Several CTAs may fit on a
+    # multiprocessor.
     resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
     turns = -(-groups // (resident * multiprocessors))
     return _simulable(Config(config.cells, -(-groups // turns), lanes=128, lookahead=2))
 
 
 def _simulable(config: Config) -> Config:
-    """Return the config, which in the simulator has one CTA with one warpgroup.
+    """Return `config`, or in the simulator a copy of it with one CTA and one warpgroup.
 
-    The simulator treats gathers and scatters as accesses to all rows. With other threads, it would therefore report
-    data races that do not exist.
+    The simulator treats each gather or scatter as an access to all rows. With several CTAs or warpgroups, it would
+    therefore report data races that do not exist.
     """
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 

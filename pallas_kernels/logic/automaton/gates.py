@@ -7,10 +7,11 @@ anywhere in shared memory, and writes the row of y. If dy is the gradient with r
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The layers are visited in reverse. Each consumer of a gate's row writes a gradient, da or db, to a row of shared memory.
-dy is the sum of these rows, which a table lists. No two threads add to the same element, and the order of every sum is
-fixed. A thread sums dc over the cells of a group. It adds the result to the sum over all ticks so far, of which each
-CTA has a copy in device memory. A CTA with many groups of cells may keep its sums in registers until the last group.
+The backward visits the layers in reverse. Each consumer of a gate's output writes a gradient, da or db, to a row of
+shared memory. dy is the sum of the rows that the gate's consumers have written, and a table lists these rows. No two
+threads add to the same element, and the order of every sum is fixed. A thread sums dc over the cells of a group. It
+adds the result to a sum over all ticks so far, which each CTA keeps separately in device memory. A CTA with many groups
+of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -42,8 +43,12 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, fetched from device memory: the rows of a and b, packed into one integer, and the
-    coefficients."""
+    """Operands of a part's gates, fetched from device memory, with one lane per gate.
+
+    Attributes:
+      wires: the numbers of the rows that the gates read as a and b, packed into one integer per gate.
+      coefficients: the four coefficients of each gate.
+    """
 
     wires: Array
     coefficients: Array
@@ -51,7 +56,12 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Circuit:
-    """The gates of all layers. Their wires and coefficients are in device memory, and their rows in `slices`."""
+    """The gates of all layers, for one group of cells.
+
+    Attributes:
+      coefficients, wires: the gates' coefficients and wires in device memory.
+      slices: the slices of the group, which hold the gates' rows in shared memory.
+    """
 
     plan: Plan
     team: Team
@@ -86,7 +96,7 @@ class Circuit:
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
         # Read all inputs before the first output is written. The compiler does not know that inputs and outputs are
-        # different rows, and could not move reads before writes.
+        # different rows, and could otherwise not move reads before writes.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
@@ -96,8 +106,8 @@ class _GatesBackward(NamedTuple):
 
     Attributes:
       gates: the operands of the forward.
-      total: gradients of the coefficients so far, or None if they are in registers.
-      consumers: rows to which the consumers of the gates write gradients, two packed into one integer.
+      total: sums so far of the gradients with respect to the coefficients, or None if these sums are in registers.
+      consumers: numbers of the rows to which the gates' consumers write gradients, two row numbers per integer.
     """
 
     gates: _Gates
@@ -107,15 +117,18 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers. Gradients with respect to the gates' inputs are in rows of shared memory. Gradients
-    with respect to the coefficients are in registers or in device memory, with one copy per CTA.
+    """The backward of all layers. The gradients with respect to the gates' inputs are in rows of shared memory. The
+    sums of the gradients with respect to the coefficients are in registers or in device memory, separately for each
+    CTA.
 
     Attributes:
+      circuit: the forward's gates.
       consumers: array with the tables of `Plan.consumers`.
-      sums: gradients of the coefficients in registers, one block for each of `_parts`, or None if they are in memory.
-      previous_total, total: arrays in memory from which the gradients so far are read, and to which the new gradients
-        are written.
-      dseen: array to which the gradients of the inputs are written.
+      sums: sums of the gradients with respect to the coefficients in registers, with one block for each of `_parts`;
+        None if the sums are in device memory.
+      previous_total, total: arrays in device memory. The sums so far are read from the first, and the new sums are
+        written to the second.
+      dseen: array to which the gradients with respect to the automaton's inputs are written.
     """
 
     circuit: Circuit
@@ -131,7 +144,8 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # The last layer's inputs are written in the step before, and cannot be read during that step.
+            # The step before the last layer's first step writes the last layer's inputs, so they cannot be read that
+            # early.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -152,23 +166,24 @@ class Backward:
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
     def fetch_consumers(self, table, part):
-        """Load a part of a table: the rows to which consumers write gradients, two packed into one integer."""
+        """Load the entries of a table for a part's lanes: numbers of the rows to which consumers write gradients, two
+        row numbers per integer."""
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices for which this warpgroup computes a part's gradients. If sums are in registers, warpgroups
-        may divide the slices."""
+        """Return the slices for which this warpgroup computes a part's gradients. If the coefficients' sums are in
+        registers, the warpgroups may divide the slices among them."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
     def read(self, part, fetched):
-        """Read the rows of a and b for each slice."""
+        """For each slice, read the rows of the inputs a and b of a part's gates."""
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
         """Compute the gradients with respect to a part's inputs and coefficients. `inputs` is the result of `read`, or
-        None."""
+        None if the inputs have not been read yet."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
@@ -183,7 +198,8 @@ class Backward:
         team.once(part, add, None)
 
     def gate_gradients(self, i, part, fetched, inputs):
-        """Write the gradients with respect to a and b, and return the gradients with respect to the coefficients."""
+        """Write the gradients with respect to the inputs a and b of a part's gates. Return the gradients with respect
+        to their coefficients, summed over the cells."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
         gradients, products, slices = [], [], self.slices(part)
         for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
@@ -198,15 +214,16 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return the gradients with respect to a part's rows. The gradients of the last layer's rows are already in
-        shared memory."""
+        """Return the gradients with respect to the outputs of a part's gates, in layer `i`. For the last layer, these
+        gradients are already in shared memory; for other layers, they are summed over the consumers."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Write the sums over the kernels of gradients in perception's first layer."""
+        """Write the gradients with respect to the inputs of perception's first layer, summed over the kernels.
+        `firsts[0]` holds the number of the first kernel's row for each lane."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -217,7 +234,7 @@ class Backward:
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
     def write_inputs(self, table, part, consumers):
-        """Write the gradients with respect to a part of the inputs."""
+        """Write the gradients with respect to a part of the automaton's inputs to `dseen`."""
 
         def write_slices(slices):
             for cells in slices:
@@ -227,13 +244,14 @@ class Backward:
 
 
 def zero_totals(plan, team):
-    """Return zeros for the gradients of all coefficients, in registers, one block per part."""
+    """Return zeros in registers, one block per part, for the sums of the gradients with respect to all coefficients."""
     lanes = [part.lanes for _, part in _parts(plan, team)]
     return [plgpu.layout_cast(jnp.zeros((n, 4), jnp.float32), block_layout(n, 4)) for n in lanes]
 
 
 def copy_totals(plan, team, source, destination):
-    """Copy the gradients of all coefficients from `source` to `destination`, both in device memory."""
+    """Copy the sums of the gradients with respect to all coefficients from `source` to `destination`, both in device
+    memory."""
     for i, part in _parts(plan, team):
         gates = _gates_of(plan, i, part)
 
@@ -244,11 +262,11 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Add `sums`, the gradients of all coefficients in registers, to the gradients in `before`, and write the result to
-    `after`.
+    """Add `sums` to the array `before`, and write the result to the array `after`. All three are sums of the gradients
+    with respect to all coefficients; `sums` is in registers, and the arrays are in device memory.
 
-    If the warpgroups divide the slices of a part, the second passes its block to the first through rows of shared
-    memory.
+    If the warpgroups divide the slices of a part, each has a block with the sums over its slice. The second warpgroup
+    passes its block through rows of shared memory to the first warpgroup, which adds both blocks.
     """
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
@@ -274,17 +292,17 @@ def add_totals(plan, team, rows, sums, before, after):
 
 
 def _gates_of(plan, i, part):
-    """Return the range of a part's gates, in layer i, among the lanes of all layers."""
+    """Return the range of lanes that a part of layer i takes among the lanes of all layers."""
     return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
-    """Return all parts of all layers, as pairs of the layer's index and the part."""
+    """Return pairs (index of the layer, part) for all parts that this warpgroup computes."""
     return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 
 def _load_rows(ref, first, lanes):
-    """Load `lanes` consecutive rows."""
+    """Load `lanes` consecutive rows of `ref`, from row `first` on."""
     return load(ref.at[pl.ds(first, lanes)], block_layout(lanes, ref.shape[1]))
 
 
@@ -294,5 +312,5 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _unpack(packed):
-    """Return the two integers that `jaxbp` packs into one."""
+    """Return the two row numbers that `jaxbp` packs into one integer: its lower and its upper 16 bits."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

@@ -1,12 +1,13 @@
 """One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
 shared memory.
 
-A CTA computes one group of cells after the other. It gathers their neighborhoods from the state in device memory into
+A CTA computes one group of cells after another. It gathers their neighborhoods from the state in device memory into
 shared memory. In shared memory, each input and each gate has a row, with one float32 per cell of the group (plan.py). A
 thread computes one or several gates of each layer (gates.py), and the warpgroups meet after every layer (schedule.py).
 The forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and then goes
-through the layers in reverse. It writes three gradients: with respect to the cells that each cell sees, to the states
-of cells that do not fire, and to the coefficients.
+through the layers in reverse. It writes the gradients with respect to the cells that each cell sees and with respect to
+the coefficients. A cell that does not fire keeps its state in this tick, and the backward also writes the gradient with
+respect to this kept state.
 """
 
 import functools
@@ -27,7 +28,8 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _TickRefs(NamedTuple):
-    """References of `tick`. `fires` is None if all cells fire."""
+    """References to the arrays of `tick`, to its rows of shared memory, and to its barrier. `fires` is None if all
+    cells fire."""
 
     coefficients: Any
     wires: Any
@@ -40,13 +42,13 @@ class _TickRefs(NamedTuple):
 
 @kernel(unsupported=unsupported, heuristic=forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """Return the next state, clipped to [0, 1], which it may exceed because of rounding.
+    """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes that share
-        coefficients have one row. Lanes without a gate have zeros.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the rows that it reads, in the
-        numbering of `plan.forward_layers`. Lanes without a gate have arbitrary rows.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with the same
+        coefficients share one row. The rows of lanes without a gate are zero.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the numbers of the rows that it
+        reads. Rows are numbered as in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -67,7 +69,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 
 def _tick(*refs, program, warpgroup, plan, config):
-    """The kernel's body: the cells of a CTA, one group after the other."""
+    """Compute the cells of a CTA, one group after another. This is the kernel's body."""
     refs, layers = _TickRefs(*refs), plan.forward_layers
     team = Team(config, warpgroup, refs.barrier)
 
@@ -81,7 +83,8 @@ def _tick(*refs, program, warpgroup, plan, config):
 
 
 class _TickBackwardRefs(NamedTuple):
-    """References of `tick_backward`. `fires` is None if all cells fire."""
+    """References to the arrays of `tick_backward`, to its rows of shared memory, and to its barrier. `fires` is None if
+    all cells fire."""
 
     coefficients: Any
     wires: Any
@@ -112,21 +115,25 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total): the gradients with respect to the cells that each cell sees, to kept states, and to
+    """Return (dseen, dkept, total).
+
+    For each cell, dseen holds the gradients with respect to the nine cells that it sees. dkept holds the gradients with
+    respect to the states that cells keep because they do not fire. total holds the gradients with respect to the
     coefficients.
 
-    The gradient with respect to the next state is given as the dseen and dkept that the backward of the next tick
-    returned. A cell's gradient is its dkept plus the entries for this cell in the dseen of its neighbors.
+    The arguments dseen and dkept are results of the backward of the next tick. Together they are the gradient with
+    respect to the next state: for a cell, this gradient is its dkept plus the entries for this cell in the dseen of the
+    nine cells that see it.
 
     Args:
       coefficients, state, fires: the arguments of `tick`.
-      wires: the wires of `tick`, but in the numbering of `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`. For each row, they list the rows to which its consumers write
-        gradients. Two rows are packed into one integer, the second in the upper half.
+      wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
+      consumers: int32, the tables of `Plan.consumers`. For each row, they list the numbers of the rows to which its
+        consumers write gradients. Two row numbers are packed into one integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, gradients of the coefficients so far, per CTA and lane. The result is
-        total plus the gradients of this tick.
+      total: `(programs, plan.gates, 4)` float32, sums so far of the gradients with respect to the coefficients, per CTA
+        and lane. The result is `total` plus the gradients of this tick.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -149,12 +156,12 @@ def tick_backward(
 
 
 def _tick_backward(*refs, program, warpgroup, plan, config):
-    """The kernel's body: the cells of a CTA, one group after the other."""
+    """Compute the cells of a CTA, one group after another. This is the kernel's body."""
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # With several groups of cells, each group adds to the sums of the group before. The previous sums are therefore
-    # first copied to the result.
+    # If a CTA has several groups of cells, each group adds to the sums in the result. The sums of earlier ticks are
+    # therefore first copied to the result.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -179,10 +186,11 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute `steps(slices, carry)` for all groups of cells of a CTA. `carry` is a list that the steps change; return
-    it.
+    """Compute the steps that `steps(slices, carry)` yields, for each group of cells of a CTA. `carry` is None or a
+    list, which the steps change in place. Return its final value.
 
-    The data of the next group, which `loads` fetch, arrive while the last steps of this group are computed.
+    `loads` are objects that fetch a group's data and write them to its rows. The data of the next group are fetched
+    while the last steps of this group are computed.
     """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
@@ -199,7 +207,7 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
                 Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
             ]
         fetched = team.run(of_group, fetched, is_repeated=groups > 1)
-        team.meet()  # The next group reads rows that this group has written, and writes rows that it has read.
+        team.meet()  # The next group reads rows that this group wrote, and writes rows that this group read.
         return carry, fetched
 
     fetched = team.first_fetches(list(steps(slices_of(0), carry)))

@@ -1,13 +1,16 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
+An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, the
+kernels, and each kernel runs once per channel.
+
 A row holds one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order
-(position in the neighborhood, channel). The gates follow layer by layer. Perception's gates are in the order (gate,
-kernel, channel). Every layer is padded to a multiple of a warpgroup's threads. `Plan` derives the first row of each
-layer from the sizes of an automaton.
+(position in the neighborhood, channel). The rows of the gates follow, layer by layer. Perception's gates are in the
+order (gate, kernel, channel). Every layer is padded to a multiple of a warpgroup's threads. `Plan` derives the first
+row of each layer from the sizes of an automaton.
 
 The forward reuses the rows of a layer as soon as no later step reads them. In the backward, gradients reuse the rows of
-layers that are finished. A row's gradient is a sum over its consumers. Each consumer writes its term to a separate row,
-and tables list these rows.
+layers whose backward is finished. The gradient with respect to a row's value is a sum over the row's consumers, which
+are the gates that read it. Each consumer writes its term to a separate row, and tables list the rows of these terms.
 """
 
 import dataclasses
@@ -26,11 +29,11 @@ class Layer:
     """Rows of shared memory for one layer.
 
     Attributes:
-      first: the first row.
-      lanes: number of rows, a multiple of a warpgroup's threads.
+      first: index of the first row.
+      lanes: number of rows, a multiple of a warpgroup's threads. Each lane computes one row.
       count: number of rows with a gate or an input. The other rows are padding.
-      max_consumers: largest number of consumers of a row.
-      copies: number of consecutive lanes that share their coefficients.
+      max_consumers: largest number of consumers that a row has.
+      copies: number of consecutive lanes that have the same coefficients.
     """
 
     first: int
@@ -41,12 +44,12 @@ class Layer:
 
     @property
     def end(self) -> int:
-        """The row after the last."""
+        """Index of the row after the layer's last row."""
         return self.first + self.lanes
 
     @property
     def coefficients(self) -> int:
-        """Number of coefficient rows, including lanes without a gate."""
+        """Number of the layer's rows in the array of coefficients, including rows for lanes without a gate."""
         return -(-self.lanes // self.copies)
 
 
@@ -55,11 +58,14 @@ class Plan:
     """The sizes of an automaton on a grid. They determine its rows of shared memory.
 
     Attributes:
-      batch, height, width, channels, periodic: sizes of the grid, and whether it is periodic.
-      kernels: number of kernels in perception.
-      perception, update: number of gates in each layer of perception and of the update.
-      output_consumers: largest number of consumers of an output, for each of perception's layers and then for each of
-        the update's layers except the last, whose outputs are the next state.
+      batch, height, width: number of grids, and rows and columns of cells per grid.
+      channels: number of channels per cell.
+      periodic: whether a grid wraps around at its edges.
+      kernels: number of perception's kernels.
+      perception: for each layer of perception, the number of gates per kernel.
+      update: for each layer of the update, the number of gates.
+      output_consumers: for each layer, the largest number of consumers that an output has. Perception's layers come
+        first. The update's last layer is omitted, because its outputs are the next state.
       neighbour_consumers: largest number of consumers that an input has in perception's first layer.
       centre_consumers: largest number of consumers that an input of the center cell has in the update's first layer.
     """
@@ -87,12 +93,13 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """Rows of the inputs. At least one lane has no input, and its row holds zeros."""
+        """Rows of the inputs. At least one row has no input and holds zeros."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros. Tables use it for rows with fewer consumers than others."""
+        """Index of a row of zeros. If a gate or an input has fewer consumers than others, this index fills the rest of
+        its entries in the table of consumers."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -106,12 +113,13 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of the first coefficient row of each layer, and the end of the last layer."""
+        """For each layer, the index of its first row in the array of coefficients; finally, the number of all rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first gate among the lanes of all layers, and the end of the last layer."""
+        """For each layer, the index of its first gate among the lanes of all layers; finally, the number of all
+        lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -120,13 +128,14 @@ class Plan:
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """Return a layer with one lane for each state element: each channel of each of `cells` cells."""
+        """Return a layer with one lane per element of the states of `cells` cells. A state has one element per
+        channel."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 
     @property
     def gates(self) -> int:
-        """Number of lanes of all layers."""
+        """Number of lanes of all layers, including lanes without a gate."""
         return self.rows - self.inputs.lanes
 
     @functools.cached_property
@@ -145,7 +154,8 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows of the gradients. They reuse the rows of finished layers, and a few rows after the last layer's rows."""
+        """Rows that hold gradients: rows of layers whose backward is finished, and a few rows after the last layer's
+        rows."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
@@ -158,8 +168,8 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        # The gradients of the next cells' outputs are written while the gradients of these cells' inputs are summed.
-        # They need separate rows.
+        # While the gradients with respect to the inputs of this group of cells are summed, the gradients with respect
+        # to the outputs of the next group are written. They need separate rows.
         outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
@@ -179,9 +189,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of rows of shared memory. It has `consumers` rows per lane, of which two are packed into each integer.
+    """A table of row numbers. For each lane, it lists `consumers` rows of shared memory, two row numbers per integer.
 
-    It occupies `(pairs, lanes)` integers of a longer array, starting at `first`.
+    The table occupies `(pairs, lanes)` integers of a longer array, from index `first` on.
     """
 
     first: int
@@ -198,9 +208,9 @@ class ConsumerTables(NamedTuple):
 
     Attributes:
       layers: one table per layer, for the layer's rows.
-      inputs: table for the inputs' rows.
-      kernel_sums: table for the sums over perception's kernels. It lists only the first kernel's row; each further
-        kernel's row is `channels` rows later.
+      inputs: table for the rows of the inputs.
+      kernel_sums: table for the sums over perception's kernels. It lists only the row of the first kernel. The row of
+        each further kernel is `channels` rows after the row of the kernel before it.
     """
 
     layers: tuple[Table, ...]
@@ -213,12 +223,13 @@ class GradientRows:
     """Rows of shared memory that hold gradients.
 
     Attributes:
-      firsts: for each layer, the first row to which its gates write gradients: first with respect to all a, then with
-        respect to all b. The rows are free when the layer before has read them. The rows of the update's first layer
-        stay longer, because the gradients of the inputs, which are computed last, also need them.
-      kernel_sums: gradients with respect to the inputs of perception's first layer, summed over kernels, in the order
-        (a or b, gate, channel).
-      outputs: gradients with respect to the last layer's rows.
+      firsts: for each layer, the index of the first row to which its gates write gradients. The gradients with respect
+        to the inputs a of all gates come first, followed by the gradients with respect to the inputs b. These rows can
+        be reused when the layer before has read them. The rows of the update's first layer are kept longer, because the
+        gradients with respect to the automaton's inputs are computed last and also need them.
+      kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
+        in the order (a or b, gate, channel).
+      outputs: rows for the gradients with respect to the outputs of the last layer.
     """
 
     firsts: tuple[int, ...]
@@ -227,12 +238,13 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        """Number of rows in the backward, including the inputs and all layers."""
+        """Number of rows that the backward needs, including the rows of the inputs and of all layers."""
         return self.outputs.end
 
 
 def _gap(taken, size):
-    """Return the first of `size` consecutive rows, none of which lies in a `(first, end)` range of `taken`."""
+    """Return the lowest row at which `size` consecutive rows begin that lie outside all `(first, end)` ranges in
+    `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,8 +1,9 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-A layer is divided into parts, each with at most as many lanes as fit in the registers of one warpgroup. A kernel is a
-list of steps, one per part. The operands of a step are fetched from device memory a few steps ahead. All warpgroups
-meet at a barrier after the last step of a layer, because the next layer reads rows that other warpgroups have written.
+A layer is divided into parts. The values of a part's lanes fit in the registers of one warpgroup. Each warpgroup
+computes a list of steps, one per part. The operands of a step are fetched from device memory a few steps earlier. All
+warpgroups meet at a barrier after the last step of a layer, because the next layer reads rows that other warpgroups
+have written.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ class Part:
     """A range of a layer's lanes that one warpgroup computes at a time.
 
     Attributes:
-      first: index of the part's first row.
+      first: index of the part's first row in shared memory.
       offset: index of the part's first lane within the layer.
       lanes: number of lanes.
-      is_alone: whether there are too few lanes for several warpgroups. All warpgroups then have the same part, and one
-        of them computes it.
-      is_last: whether it is the last part of its layer.
+      is_alone: whether the part has too few lanes to divide them among the warpgroups. All warpgroups then have this
+        same part. Either one of them computes it, or each computes it for one slice of the cells.
+      is_last: whether this is the warpgroup's last part of the layer.
     """
 
     first: Any
@@ -44,15 +45,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of some lanes of a layer, and the fetch of its operands from device memory.
+    """The computation of some lanes of a layer, and the fetch of the operands from device memory.
 
     Attributes:
-      fetch: returns the fetched operands.
-      compute: function of the fetched operands and, if there is `read`, of the result of `read`.
-      is_last: whether it is the last step of its layer, whose rows the next layer reads.
-      read: function of the fetched operands that reads the rows of the step's inputs. The previous step must not write
-        these rows. `read` is called at the end of the previous step, so that the rows arrive while the warpgroup waits
-        for the others.
+      fetch: function without arguments that fetches and returns the operands.
+      compute: function of the fetched operands. If `read` is not None, the result of `read` is its second argument.
+      is_last: whether this is the last step of its layer. A barrier follows, because the next layer reads the rows.
+      read: None, or a function of the fetched operands that reads the rows of the step's inputs. It is called after the
+        previous step's computation and before the barrier, so that the rows arrive while the warpgroup waits for the
+        others. The previous step must therefore not write these rows.
     """
 
     fetch: Callable[[], Any]
@@ -63,17 +64,22 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The warpgroups of a CTA, from the view of the warpgroup with index `warpgroup`."""
+    """The warpgroups of a CTA. Each warpgroup has a `Team` with its index.
+
+    Attributes:
+      warpgroup: index of this warpgroup.
+      barrier: barrier at which all warpgroups of the CTA meet.
+    """
 
     config: Config
     warpgroup: Any
     barrier: Any
 
     def parts(self, layer):
-        """Yield this warpgroup's parts of a layer."""
+        """Yield the parts of a layer that this warpgroup computes, in order."""
         warpgroups, done = self.config.warpgroups, 0
-        # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
-        # addresses, which halves the number of registers.
+        # The mask tells the compiler that the warpgroup's index is small. Instructions can then encode constant offsets
+        # in addresses, which halves the number of registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -83,41 +89,43 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Return whether each warpgroup computes one slice of an `is_alone` part. `slices` is the number of slices."""
+        """Return whether each warpgroup computes the part for one slice. This holds if the part `is_alone` and there
+        are several slices, one per warpgroup. `slices` is the number of slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
-        """Return the slices of a part that this warpgroup computes."""
+        """Return the slices for which this warpgroup computes a part."""
         if self.shares_slices(part, len(slices)):
             return [dataclasses.replace(slices[0], number=self.warpgroup & (WARPGROUPS - 1))]
         return slices
 
     def divide(self, part, slices, function):
-        """Call `function(slices)` for a part. If the part `is_alone`, the slices are divided among the warpgroups, or
-        the first warpgroup takes the only slice."""
+        """Call `function` with the slices for which this warpgroup computes a part. If the part `is_alone`, either each
+        warpgroup takes one slice, or the first warpgroup takes all slices and the others do not call `function`."""
         if part.is_alone and not self.shares_slices(part, len(slices)):
             pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Call `function()` for a part. If the part `is_alone`, only the first warpgroup calls it; the others return
-        `otherwise`."""
+        """Return the result of `function()` for a part. If the part `is_alone`, only the first warpgroup calls
+        `function`, and the others return `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
-        """Wait until all warpgroups have written their rows."""
+        """Wait until all warpgroups have written their rows of shared memory."""
         meet(self.barrier)
 
     def first_fetches(self, steps):
-        """Return the operands of the first steps, which are fetched before any step is computed."""
+        """Fetch the operands of the first `lookahead` steps, before any step is computed, and return them."""
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps in order, and fetch the operands of later steps ahead. With `is_repeated`, the last steps
-        fetch operands for the next repetition.
+        """Compute the steps in order, and fetch the operands of each step a few steps earlier.
 
-        `fetched` holds the operands of the first steps. Return the operands that were fetched for the next repetition.
+        `fetched` holds the operands of the first steps. If `is_repeated`, the steps will be computed again, and the
+        last steps fetch the operands of the first steps for this next repetition. Return these operands, or an empty
+        list.
         """
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
