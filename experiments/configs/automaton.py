@@ -95,13 +95,11 @@ class AutomatonConfig(TrainingConfig):
     hardening: ClassVar[tuple[int, int] | None] = None
     """The numbers of updates and of epochs in the recipe "hardening"; None for the published numbers."""
     stands: ClassVar[bool] = False
-    """Whether an example of the evaluation counts as correct only if it is also correct after twice the number of
-    ticks."""
+    """Whether a correct example of the evaluation must also be correct after twice the number of ticks."""
     test_examples: ClassVar[int] = 32
     """The number of examples in the evaluation after each epoch."""
     trials: ClassVar[int] = 256
-    """The number of unseen start states from which the hardened automaton is tested after training; 1 if all starts are
-    equal."""
+    """The number of unseen start states in the test of the hardened automaton; 1 if all starts are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
     """The size of the grid in the pictures; None for the size of `grid`."""
 
