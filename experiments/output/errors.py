@@ -75,7 +75,7 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
 
     Raises:
       UserError: (a ValueError) for unknown names. The message proposes similar names. If there are none, it lists all
-        known names after the words `wanted`.
+        known names.
     """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:

@@ -68,7 +68,8 @@ class Wires:
     def regular(self) -> bool:
         """Whether all inputs have equally many consumers.
 
-        If this number is even, half of the consumers of each input lead away from it in the trail.
+        If this number is even, the trail of gates, which visits each gate once and goes from one
+        input of the gate to the other, leaves each input through half of its consumers.
         """
         return self.inputs * self.max_fan_out == 2 * self.gates
 

@@ -101,7 +101,10 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the expected gradient, where finite differences contradict autodiff, and where they confirm it.
+    """Return (expected, contradicted, confirmed) for each element of a gradient.
+
+    `expected` is the gradient. The other two are masks of the elements at which finite differences contradict autodiff,
+    and at which they confirm it.
 
     An element is confirmed if, with any step size, its slope equals the gradient by autodiff. Other step sizes may
     fail: a large step may cross a kink or be too coarse, and a small step may show only rounding errors.
@@ -117,7 +120,7 @@ def confirmed(
       autodiff: the gradient by autodiff, flat.
       steps: the largest step of each element.
       look: `(which, steps) -> Slopes`, a function that returns the slopes of the elements with the indices `which`.
-      error: returns the rounding error of `Σ c y`.
+      error: returns the rounding error of `Σ c y`, the sum of the results times the cotangents.
       rtol: the relative difference up to which two slopes count as equal.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)

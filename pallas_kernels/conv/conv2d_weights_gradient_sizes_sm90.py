@@ -118,7 +118,7 @@ class Sizes:
 
     @property
     def gradient_rows(self) -> int:
-        """Number of rows of dy per stage. Each warpgroup routes an equal share of them."""
+        """Number of rows of dy per stage. Each warpgroup stages an equal share of them."""
         raise NotImplementedError
 
     @property

@@ -104,8 +104,9 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Load a tile's gradients and inputs, and multiply the gradients by dy. Store both to shared memory, transposed
-        and rounded to TF32."""
+        """Load a tile of the gradients of the losses with respect to a layer's sums, and of the layer's inputs.
+        Multiply each example's gradients by the example's dy. Store both tiles to shared memory, transposed and rounded
+        to TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
         # Half of the rows of a layer's last tiles may lie beyond the layer's outputs. This half repeats other rows, and

@@ -173,8 +173,8 @@ def tick_backward(
 ) -> tuple[tuple[Array, Array], Array]:
     """Return (dstate, total + dcoefficients), the gradients of `tick` given `dnew`.
 
-    `total` is the sum of dcoefficients over later ticks, with one part per CTA. `dnew` and dstate are pairs (dseen,
-    dkept).
+    `total` is the sum of dcoefficients over later ticks, with one part per CTA. `dnew` and dstate are pairs
+    (dseen, dkept), as in the docstring of this module.
     """
     arrays = prepared, state, fires, *dnew, total
     dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
