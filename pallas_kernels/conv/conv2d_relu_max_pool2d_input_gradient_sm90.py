@@ -151,7 +151,9 @@ def _unsupported(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_
     if dy.dtype.itemsize > 4:
         return f"dtype {dy.dtype}, only float32 and half precisions"
     if _smallest_group(dy, w, window) is None:
-        return f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits a CTA"
+        return (
+            f"{w.shape} filters with {dy.shape[2]} windows in a row: no group of them fits the shared memory of a CTA"
+        )
     return None
 
 
