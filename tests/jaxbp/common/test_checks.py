@@ -50,7 +50,7 @@ def test_an_int_stands_for_rows_and_columns(value, both):
 
 @pytest.mark.parametrize("value", [0, (1, 0), (1, 2, 3), 1.0, (True, 1)])
 def test_what_is_no_pair_is_refused(value):
-    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of these"
+    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of them"
     refuses(ValueError, message, checks.pair, "stride", value, at_least=1)
 
 
