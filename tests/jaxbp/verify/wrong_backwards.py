@@ -42,7 +42,7 @@ class WrongBackward:
     positive: bool = False
 
     def check(self) -> CheckResult:
-        """What a check finds of it."""
+        """Return the result of a check of the wrong backward."""
         random = np.random.default_rng(0)
         data = [random.standard_normal(shape).astype(np.float32) for shape in self.shapes]
         data = [1 / (1 + np.exp(-a)) for a in data] if self.positive else data
@@ -148,7 +148,7 @@ def prenorm_no_residual(dy, x, residual):
 
 
 def group_norm(x):
-    """Of a group a channel: over all but the first two axes."""
+    """Normalize with one group per channel, over all axes but the first two."""
     flat = x.reshape(*x.shape[:2], -1)
     return normalized(flat)[0].reshape(x.shape)
 
@@ -292,7 +292,7 @@ def swiglu_rows_to_row_0(dy, a, b):
     return jnp.zeros_like(a).at[0].set(da[-1]), jnp.zeros_like(b).at[0].set(db[-1])
 
 
-# What each of two kernels reads: its channels, rows and columns.
+# The positions that each of two kernels reads: channels, rows, and columns.
 WIRES = np.array([[[0, 1, 0], [0, 2, 1], [1, 0, 2]], [[1, 0, 1], [0, 2, 0], [1, 1, 2]]])
 
 
@@ -755,7 +755,7 @@ which data it adds. In the table, "own data" is the user's data, and all other n
 
 
 def line(wrong: WrongBackward) -> str:
-    """Of the page's table."""
+    """Return one row of the page's table."""
     return f"| `{wrong.op}` | {wrong.slip} | {wrong.link} | {said(wrong.check().failures[0]).replace('|', '&#124;')} |"
 
 
