@@ -160,7 +160,7 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # As in MNIST, the digit fills a box of 20 x 20 pixels in the middle of the image. Without this margin, convolutions
+    # The digit fills a box of 20 x 20 pixels in the middle of the image, as in MNIST. Without this margin, convolutions
     # without padding would lose strokes at the edge of the 8 x 8 pixels. The clip removes the overshoot of the cubic
     # interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)

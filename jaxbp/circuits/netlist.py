@@ -80,7 +80,7 @@ class Netlist:
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Make a netlist whose gates are sorted by `keys`, of which the last is the most significant. Gates with equal
+        """Make a netlist whose gates are sorted by `keys`. The last key is the most significant one. Gates with equal
         keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]

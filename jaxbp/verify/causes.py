@@ -40,8 +40,7 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _factor(a, e):
-    """Return in words the factor by which all elements of `a` differ from those of `e`; empty if there is no such
-    factor."""
+    """Return the factor between `a` and `e` in words, or an empty string if their elements have no common factor."""
     size = float(e @ e)
     factor = float(a @ e) / size if size else 0.0
     off = abs(factor - 1)

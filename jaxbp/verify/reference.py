@@ -364,8 +364,8 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
     """Return a forward that takes float64, the shapes and dtypes of the op's results, and whether the forward is the
     implementation "autodiff".
 
-    The implementation "autodiff" has no hand-written backward. The dtypes are those of the results if the arguments
-    have their given dtypes, not float64.
+    The implementation "autodiff" has no hand-written backward. The dtypes are the dtypes that the results have
+    if the arguments are not converted to float64.
 
     Raises:
       ValueError: there is no floating result.

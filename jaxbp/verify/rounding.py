@@ -74,7 +74,7 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return the results of `function`, computed once as they are and `runs` times with random other roundings.
+    """Return the results of `function`, computed once without a change and `runs` times with random roundings.
 
     Each array has the shape `(1 + runs, ...)`.
 
