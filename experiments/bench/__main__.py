@@ -27,7 +27,7 @@ a logic network are random bits; the inputs of a convolutional one are random nu
 The JSON file is written after every row. In addition to the fields of every result file
 (`experiments/output/results.py`), it contains:
 
-    dtype, precision       of the arrays, and of products of float32
+    dtype, precision       of the arrays, and the precision that products of float32 are allowed
     settling_seconds       the longest time that a program runs before its first round, to reach a steady speed
     copy_bytes_per_second, bytes_per_second, operations_per_second
                            the rates of this GPU, in the first of the dtypes: see `roofline.measured_rates`
@@ -73,8 +73,8 @@ class BenchConfig:
     """Batch sizes. By default, those in the published tables; without a GPU, 256 for ops and 128 for training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
     """Dtypes of the arrays. Training steps keep their parameters in float32, and scale their loss in float16."""
-    precision: Literal["default", "highest"] = "default"
-    """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
+    precision: tuple[Literal["default", "highest"], ...] = ("default",)
+    """Precisions of float32 products: the default (TF32 is allowed on a GPU), or true float32. Each has rows."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
     """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
@@ -119,8 +119,9 @@ def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
 
 
 def check(config: BenchConfig) -> None:
-    if not config.dtype or len(set(config.dtype)) < len(config.dtype):
-        raise UserError(f"dtype is {' '.join(config.dtype) or 'nothing'}: wanted one or more, each of them once")
+    for name, values in (("dtype", config.dtype), ("precision", config.precision)):
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name} is {' '.join(values) or 'nothing'}: wanted one or more, each of them once")
     if min(config.batch, default=1) < 1:
         raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
     if config.batch_last and config.peers:
@@ -144,39 +145,47 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     modules = peers.installed() if config.peers else {}
     report = provenance(command)
     report["versions"] |= {name: module.VERSION for name, module in modules.items()}
-    report |= {"dtype": ", ".join(config.dtype), "precision": config.precision}
+    report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision)}
     report["settling_seconds"] = settling_seconds()
     keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
-    with jax.default_matmul_precision(config.precision):
-        rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
-        report |= rates[config.dtype[0]] | {"rows": []}
-        settings = [
-            Settings(
-                implementations,
-                modules,
-                config.peer_variants,
-                dtype,
-                config.precision,
-                config.seconds,
-                config.compile_seconds,
-                rates[dtype],
-                several_dtypes=len(config.dtype) > 1,
-            )
-            for dtype in config.dtype
-        ]
-        batches = {workload: config.batch or workload.batches[0 if on_gpu else 1] for workload in workloads}
-        if config.quick:
-            batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
-        cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
-        note_progress(report, cases)
-        try:
-            for row in measured_rows(cases, keep_going):
-                report["rows"] = with_speedups([*report["rows"], row])
-                note_progress(report, cases)
-                keep(report, config.json)
-        finally:
+    rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
+    report |= rates[config.dtype[0]] | {"rows": []}
+    settings = [
+        Settings(
+            implementations,
+            modules,
+            config.peer_variants,
+            dtype,
+            precision,
+            config.seconds,
+            config.compile_seconds,
+            rates[dtype],
+            label=label(dtype, precision, config),
+        )
+        for dtype in config.dtype
+        for precision in config.precision
+    ]
+    batches = {workload: config.batch or workload.batches[0 if on_gpu else 1] for workload in workloads}
+    if config.quick:
+        batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
+    cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
+    # The precision changes only products of float32, so other workloads have rows at one precision.
+    cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
+    note_progress(report, cases)
+    try:
+        for row in measured_rows(cases, keep_going):
+            report["rows"] = with_speedups([*report["rows"], row])
+            note_progress(report, cases)
             keep(report, config.json)
+    finally:
+        keep(report, config.json)
     return report
+
+
+def label(dtype: str, precision: str, config: BenchConfig) -> str:
+    """Return the end of a row's title, which names the dtype and the precision if the run has several."""
+    in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
+    return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:

@@ -134,7 +134,7 @@ class Accuracy:
     def submit(self, name: str) -> None:
         """Start to compile the function of an implementation."""
         if name not in self._programs:
-            function = self._workload.function(implementation(name), self._dtype)
+            function = self._workload.named(name, self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
     def error(self, name: str) -> float:
@@ -169,8 +169,3 @@ def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray
 def floats(tree: Any) -> list[np.ndarray]:
     """Return the floating arrays of a tree, in float64."""
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(tree) if is_float(a)]
-
-
-def implementation(name: str) -> str | None:
-    """Return the value of `implementation=` that the command line calls `name`."""
-    return None if name == "None" else name

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.measure import Accuracy, Compiler, attempt, implementation, relative_error, time_compiled
+from experiments.bench.measure import Accuracy, Compiler, attempt, relative_error, time_compiled
 from experiments.bench.peers import Task, VariantChoice, is_asked_for
 from experiments.bench.roofline import Cost, cost, has_launch, roofline_seconds
-from experiments.bench.workloads import Workload
+from experiments.bench.workloads import Workload, implementation
 from jaxbp.verify.timing import compile_program
 
 Row = dict[str, Any]
@@ -41,11 +41,11 @@ class Settings(NamedTuple):
       implementations: the names of jaxbp's implementations.
       peers: the name of each peer to time -> its module.
       variants: which variants of the peers to time: "best" or "all".
-      dtype, precision: the dtype of the arrays, and the precision of products of float32.
+      dtype, precision: the dtype of the arrays, and the precision that products of float32 are allowed.
       seconds: the least duration of a timing round.
       compile_seconds: whether to time the compilation of every row, one after the other.
       rates: the rates of this GPU; empty on a CPU.
-      several_dtypes: whether the run has several dtypes. If so, the titles of rows include the dtype.
+      label: the end of the titles of rows, which names the dtype and the precision if the run has several.
     """
 
     implementations: Sequence[str]
@@ -56,7 +56,7 @@ class Settings(NamedTuple):
     seconds: float
     compile_seconds: bool
     rates: Mapping[str, Any]
-    several_dtypes: bool = False
+    label: str = ""
 
 
 class Case:
@@ -70,19 +70,27 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The title of the workload, with the dtype if the run has several."""
-        title = self.workload.title
-        return f"{title} in {self.settings.dtype}" if self.settings.several_dtypes else title
+        """The title of the workload with the label of the settings."""
+        return self.workload.title + self.settings.label
 
     @property
     def title(self) -> str:
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """Return the names of the rows: jaxbp's implementations, without those left out, and then the variants of the
-        peers."""
-        names = [name for name in self.settings.implementations if name not in self._left_out]
+        """Return the names of the rows: jaxbp's implementations and the baselines, without those left out, and then
+        the variants of the peers."""
+        names = [name for name in self._names if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
+
+    @property
+    def _names(self) -> list[str]:
+        baselines = self.workload.baselines if "autodiff" in self.settings.implementations else ()
+        return [*self.settings.implementations, *baselines]
+
+    @property
+    def has_float32_products(self) -> bool:
+        return self.settings.dtype == "float32" and self.cost.operations > 0
 
     # ------------------------------------------------------------------------------------------------------- numbers
 
@@ -110,33 +118,38 @@ class Case:
     def time_compilation(self) -> None:
         """Compile one call of each of jaxbp's implementations, and keep the seconds that this takes. No other program
         may be compiled at the same time."""
-        for name in self.settings.implementations:
+        for name in self._names:
             try:
-                self._compiled[name] = compile_program(self._function(name), self._structs)
+                with jax.default_matmul_precision(self.settings.precision):
+                    self._compiled[name] = compile_program(self._function(name), self._structs)
             except Exception:
                 continue  # `submit` will fail in the same way, and the row will record why
 
     def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
         """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel."""
         self.accuracy = accuracy
+        print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         self._programs["draw"] = compiler.submit(self._draw, 0)
+        with jax.default_matmul_precision(self.settings.precision):
+            for name in self._names:
+                self._submit(name, compiler)
+
+    def _submit(self, name, compiler):
+        function = self._function(name)
+        if name == "pallas" and not self._launches(function):
+            print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
+            self._left_out.add(name)
+            self._compiled.pop(name, None)
+            return
+        if name not in self._compiled:
+            self._programs[name, "call"] = compiler.submit(function, *self._structs)
+        update = "autodiff" if name in self.workload.baselines else implementation(name)
         sets = (self._structs,) * (1 if self.workload.steps else self.calls)
-        for name in self.settings.implementations:
-            function = self._function(name)
-            if name == "pallas" and not self._launches(function):
-                print(f"{self.title}, pallas: left out, because no jaxbp kernel runs", file=sys.stderr, flush=True)
-                self._left_out.add(name)
-                self._compiled.pop(name, None)
-                continue
-            if name not in self._compiled:
-                self._programs[name, "call"] = compiler.submit(function, *self._structs)
-            self._programs[name, "chain"] = compiler.submit(
-                self.workload.chain(function, self.calls, implementation(name)), sets
-            )
-            accuracy.submit(name)
+        self._programs[name, "chain"] = compiler.submit(self.workload.chain(function, self.calls, update), sets)
+        self.accuracy.submit(name)
 
     def _function(self, name):
-        return self.workload.function(implementation(name), self.settings.dtype)
+        return self.workload.named(name, self.settings.dtype)
 
     def _launches(self, function):
         try:
@@ -157,7 +170,7 @@ class Case:
         """Yield the rows, each measured on demand, until `keep_going()` is false."""
         draw = self._programs.pop("draw").result()
         arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.workload.steps else self.calls)))
-        names = [name for name in self.settings.implementations if name not in self._left_out]
+        names = [name for name in self._names if name not in self._left_out]
         runs = [(name, None, self.settings.precision, functools.partial(self._ours, name, arguments)) for name in names]
         if self.settings.peers:
             task = self._task(arguments, self.accuracy.arguments)
@@ -166,8 +179,11 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
-            print(f"{self.title}, {name}", file=sys.stderr, flush=True)
-            yield self._row(name, peer, precision, attempt(run))
+            with jax.default_matmul_precision(self.settings.precision):
+                row = self._row(name, peer, precision, attempt(run))
+            figure = row["failed"] or f"{row['microseconds']:,.1f} µs"
+            print(f"{self.title}, {name}: {figure}", file=sys.stderr, flush=True)
+            yield row
 
     def _row(self, name, peer, precision, measured) -> Row:
         microseconds = measured["microseconds"]
@@ -235,9 +251,10 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                     compiler.wait()
                     case.time_compilation()
                 key = case.workload, min(case.batch, case.workload.error_batch), case.settings.dtype
-                if key not in accuracies:
-                    accuracies[key] = Accuracy(*key, compiler)
-                case.submit(compiler, accuracies[key])
+                at_precision = *key, case.settings.precision
+                if at_precision not in accuracies:
+                    accuracies[at_precision] = Accuracy(*key, compiler)
+                case.submit(compiler, accuracies[at_precision])
                 group.append(case)
             compiler.wait()
             for case in group:
@@ -245,9 +262,13 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with `speedup_over_autodiff`, the speedup over autodiff on the same workload and batch."""
+    """Return the rows with `speedup_over_autodiff`, the speedup over the fastest row of autodiff on the same workload,
+    batch, and precision. A baseline of the workload is also a row of autodiff."""
+    rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
-    autodiff = {of(row): row["microseconds"] for row in rows if row["implementation"] == "autodiff"}
+    for row in rows:
+        if row["implementation"].startswith("autodiff") and row["microseconds"] is not None:
+            autodiff[of(row)] = min(row["microseconds"], autodiff.get(of(row), math.inf))
     return [row | {"speedup_over_autodiff": ratio(autodiff.get(of(row)), row["microseconds"])} for row in rows]
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 import jaxbp
+from experiments.bench import four_coefficients
 from experiments.bench.workloads import GATE_OPERATIONS, Workload
 from jaxbp.catalogue import Case
 from jaxbp.catalogue.entries import CHECKERBOARD
@@ -49,10 +50,14 @@ def logic_workload(
 ) -> Workload:
     """Return a training step of a logic network with six layers, as published for MNIST, on random bits."""
     network = functools.partial(logic_network, gates, parametrization)
+    baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
     # The reference for the errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
     # Networks with more gates therefore have a smaller batch for the errors.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
-    return _training_step(name, f"6x{gates}", {"gates": gates}, network, (784,), ((128, 1024), cpu_batches), **options)
+    batches = (128, 1024), cpu_batches
+    return _training_step(
+        name, f"6x{gates}", {"gates": gates}, network, (784,), batches, baselines=baselines, **options
+    )
 
 
 def _draw_bits(key, shape):
@@ -174,6 +179,7 @@ def _training_step(
     draw_inputs: Callable[[jax.Array, tuple[int, ...]], jax.Array] = jax.random.uniform,
     optimiser: Callable[..., FusedOptimizer] | None = None,
     error_batch: int = 128,
+    baselines: Mapping[str, Callable] | None = None,
 ) -> Workload:
     """Return the workload of a training step. Its function computes the loss and the gradients of the model
     `network(implementation=..., dtype=...)`.
@@ -185,6 +191,7 @@ def _training_step(
       losses: `(model, inputs, labels, implementation) -> losses`, one per example.
       draw_inputs: `(key, shape) -> inputs`.
       optimiser: the argument of `training`.
+      baselines: name of a row -> `(model, inputs) -> scores`, in plain JAX.
     """
 
     @functools.cache
@@ -193,10 +200,14 @@ def _training_step(
             return nnx.split(network(implementation=implementation, dtype=dtype), nnx.Param, ...)
 
     def function(implementation, dtype):
-        graph, _, constants = parts(implementation, dtype)
+        is_baseline = callable(implementation)
+        graph, _, constants = parts(None if is_baseline else implementation, dtype)
 
         def loss(parameters, inputs, labels):
-            return losses(nnx.merge(graph, parameters, constants), inputs, labels, implementation).mean()
+            model = nnx.merge(graph, parameters, constants)
+            if is_baseline:
+                return _cross_entropy(functools.partial(implementation, model), inputs, labels, "autodiff").mean()
+            return losses(model, inputs, labels, implementation).mean()
 
         return loss_and_gradients(loss)
 
@@ -207,7 +218,8 @@ def _training_step(
 
     chain = functools.partial(training, optimiser=optimiser)
     title = f"{op.removesuffix('-large')} training step {place}".rstrip()
-    return Workload(op, place, title, options, batches, function, draw, chain, steps=10, error_batch=error_batch)
+    steps = dict(steps=10, error_batch=error_batch, baselines=baselines or {})
+    return Workload(op, place, title, options, batches, function, draw, chain, **steps)
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from experiments.bench import four_coefficients
 from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
@@ -36,7 +37,8 @@ class Workload:
       title: the name in reports.
       options: the op's options.
       batches: the default batch sizes on a GPU, and on other platforms.
-      function: (implementation, dtype) -> the function to time.
+      function: (implementation, dtype) -> the function to time. Instead of the name of an implementation, it also takes
+        a baseline.
       draw: (seed, batch, dtype) -> arguments.
       chain: (function, calls, implementation) -> a program that makes `calls` calls of the function, and takes their
         sets of arguments. Its training steps update the parameters by `jaxbp.optimizers` in this implementation, where
@@ -46,6 +48,8 @@ class Workload:
       arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
         products and convolutions, where they may take longer than reading and writing.
       error_batch: the largest batch at which results are compared with float64, on the CPU.
+      baselines: name of a row -> a function in plain JAX that computes the same as the op in another way, under
+        autodiff. The names begin with "autodiff".
     """
 
     op: str
@@ -59,6 +63,16 @@ class Workload:
     steps: int | None = None
     arithmetic: Callable[[int], int] = lambda batch: 0
     error_batch: int = 128
+    baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+
+    def named(self, name: str, dtype: str) -> Callable:
+        """Return the function of the row `name`: an implementation, as the command line calls it, or a baseline."""
+        return self.function(self.baselines.get(name, implementation(name)), dtype)
+
+
+def implementation(name: str) -> str | None:
+    """Return the value of `implementation=` that the command line calls `name`."""
+    return None if name == "None" else name
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
@@ -67,6 +81,8 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
     def function(implementation, dtype):
         op = functools.partial(entry.function, **case.options, implementation=implementation)
+        if callable(implementation):
+            op = functools.partial(implementation, **case.options)
         return op if backward else forward_and_backward(op)
 
     def draw(seed, batch, dtype):
@@ -82,7 +98,16 @@ def op_workload(entry: Entry, place: str) -> Workload:
     batches = (case.batch or 16384,), (min(case.batch or 256, 256),)
     arithmetic = functools.partial(_gate_operations, case, backward)
     return Workload(
-        entry.name, place, title, case.options, batches, function, draw, one_after_another, arithmetic=arithmetic
+        entry.name,
+        place,
+        title,
+        case.options,
+        batches,
+        function,
+        draw,
+        one_after_another,
+        arithmetic=arithmetic,
+        baselines=four_coefficients.BASELINES.get(entry.name, {}),
     )
 
 

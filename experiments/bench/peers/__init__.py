@@ -12,6 +12,7 @@ PEERS = {
     "PyTorch": "experiments.bench.peers.torch",
     "Liger-Kernel": "experiments.bench.peers.liger",
     "QuACK": "experiments.bench.peers.quack",
+    "cuDNN": "experiments.bench.peers.cudnn",
     "tokamax": "experiments.bench.peers.tokamax",
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",

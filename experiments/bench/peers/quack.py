@@ -1,20 +1,42 @@
-"""QuACK's RMSNorm, written in CuTe, as a peer of the bench. QuACK's LayerNorm has no backward."""
+"""QuACK's norms, written in CuTe, as a peer of the bench.
+
+QuACK has functions for both directions of LayerNorm, but no autograd function, so this module joins them. The forward
+takes a scale and a bias in float32, to which they are converted.
+"""
 
 from importlib import metadata
 
-from quack.rmsnorm import rmsnorm, rmsnorm_bwd
+from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm, rmsnorm_bwd
+from torch.autograd import Function
 
 from experiments.bench.peers.torch import EPS, ops, variants_of
 
 VERSION = metadata.version("quack-kernels")
 
 
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx, x, scale, bias):
+        y, inv_std, mean = layernorm_fwd(x, scale.float(), bias.float(), EPS, return_rstd=True, return_mean=True)
+        ctx.save_for_backward(x, scale, inv_std, mean)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, scale, inv_std, mean = ctx.saved_tensors
+        return layernorm_bwd(x, scale, dy, inv_std, mean)
+
+
+def _layer_norm_backward(dy, x, scale, mean, inv_std):
+    return layernorm_bwd(x, scale, dy, inv_std, mean)
+
+
 def _rms_norm_backward(dy, x, scale, inv_rms):
     return rmsnorm_bwd(x, scale, dy, inv_rms)[:2]
 
 
-FORWARDS = {"rms_norm": lambda x, scale: rmsnorm(x, scale, eps=EPS)}
-BACKWARDS = {"rms_norm_backward": _rms_norm_backward}
+FORWARDS = {"layer_norm": _LayerNorm.apply, "rms_norm": lambda x, scale: rmsnorm(x, scale, eps=EPS)}
+BACKWARDS = {"layer_norm_backward": _layer_norm_backward, "rms_norm_backward": _rms_norm_backward}
 
 
 def variants(task):

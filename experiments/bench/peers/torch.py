@@ -1,10 +1,12 @@
 """PyTorch as a peer of the bench: the same workloads on the same arrays, timed in the same run.
 
 There are three modes: eager, eager captured in a CUDA graph, and compiled. Compiled ops are also captured in a CUDA
-graph. Compiled training steps use `mode="reduce-overhead"`, or are compiled layer by layer and then captured. If a
-workload has products of float32, each mode is timed with products in float32 and in TF32. The best variant has the last
-of the modes that can run, and the precision of jaxbp's rows. In eager mode, the host may be slower than the device, and
-then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the eager
+graph. A captured training step is one graph of the forward, the backward, and the update by a fused optimizer. Its
+forward and backward can be eager, compiled as a whole, compiled with images and filters in the channels-last layout, or
+compiled layer by layer. `mode="reduce-overhead"`, in which PyTorch captures the forward and the backward itself, is a
+further mode of training steps. If a workload has products of float32, each mode is timed with products in float32 and
+in TF32. The best variants have the precision of jaxbp's rows. In eager mode, the host may be slower than the device,
+and then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the eager
 functions.
 """
 
@@ -33,12 +35,14 @@ aten = torch.ops.aten
 def variants(task: Task) -> Iterator[Variant]:
     if task.op == "lenet":
         sgd = functools.partial(torch.optim.SGD, lr=0.01, fused=True)
-        yield from variants_of(task, training(_lenet, sgd), [COMPILED_STEP])
+        modes = [COMPILED_STEP, COMPILED_GRAPH, CHANNELS_LAST]
+        yield from variants_of(task, training(_lenet, sgd), modes, best=4)
     elif task.op in FORWARDS | BACKWARDS:
         yield from variants_of(task, ops(FORWARDS, BACKWARDS), ["compile, CUDA graph"])
 
 
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
+COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
 """The time in seconds after which `compile_layers` compiles no further layer."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
@@ -51,7 +55,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
     mode of `modes`.
 
     Args:
-      modes: the names of further modes, which `build` takes, with the fastest mode last.
+      modes: the names of further modes, which `build` takes, with the fastest modes last.
       best: the number of modes that are timed if the task's choice is "best". These are the last ones of all modes.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
@@ -126,6 +130,9 @@ def _tensors(task, arguments):
         return dy, _flat_indices(indices, **task.options)
     if task.op in ("layer_norm_backward", "rms_norm_backward"):
         return *arguments, *_statistics(arguments[1], centred=task.op == "layer_norm_backward")
+    if task.op == "layer_norm_linear_backward":
+        _, x, scale, bias, _ = arguments
+        return *arguments, _layer_norm(x, scale, bias), *_statistics(x, centred=True)
     if "_backward" not in task.op:
         for a in arguments[0]:
             a.requires_grad_(a.is_floating_point())
@@ -220,10 +227,10 @@ def _layer_norm(x, scale, bias):
     return F.layer_norm(x, scale.shape, scale, bias, EPS)
 
 
-def _layer_norm_linear_backward(dy, x, scale, bias, w):
-    arrays = [a.detach().requires_grad_() for a in (x, scale, bias, w)]
-    y = _layer_norm(*arrays[:3])
-    return [*torch.autograd.grad(F.linear(y, arrays[3]), arrays, dy), dy.sum(0)]
+def _layer_norm_linear_backward(dy, x, scale, bias, w, normalized, mean, inv_std):
+    # PyTorch keeps the normalized rows and the statistics from the forward. jaxbp's backward computes them again.
+    dx, dscale, dbias = _layer_norm_backward(dy @ w, x, scale, mean, inv_std)
+    return [dx, dscale, dbias, dy.T @ normalized, dy.sum(0)]
 
 
 def _softmax_cross_entropy_backward(dy, logits, labels):
@@ -282,9 +289,13 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
 
 def _training(make, optimiser_of, task, mode):
     model, parameters, loss_of = make(task, task.sets[0])
+    if mode == CHANNELS_LAST:
+        model.to(memory_format=torch.channels_last)
     optimiser, scaler = optimiser_of(parameters), _scaler(task, parameters)
     if mode == COMPILED_STEP:
         loss_of = torch.compile(loss_of, mode="reduce-overhead", dynamic=False)
+    elif mode in (COMPILED_GRAPH, CHANNELS_LAST):
+        loss_of = torch.compile(loss_of, dynamic=False)
     fields = compile_layers(model, loss_of) if mode == COMPILED_LAYERS else {}
 
     def step(i):

@@ -99,6 +99,10 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
         (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted an op, but lenet, logic are"),
         (["relu", "--time-limit", "-1"], "time_limit is -1.0: wanted at least 0"),
         (["relu", "--dtype", "float16", "float16"], "dtype is float16 float16: wanted one or more, each of them once"),
+        (
+            ["relu", "--precision", "highest", "highest"],
+            "precision is highest highest: wanted one or more, each of them",
+        ),
         (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
     ],
 )
@@ -115,3 +119,16 @@ def test_several_dtypes_are_rows_of_one_run(quickly):
     named = [(row["work"].rpartition(" in ")[2], row["dtype"]) for row in report["rows"]]
     assert named == [("float32", "float32")] * 2 + [("bfloat16", "bfloat16")] * 2
     assert all(row["speedup_over_autodiff"] for row in report["rows"])
+
+
+def test_several_precisions_are_rows_of_products_of_float32(quickly, workload_at, monkeypatch):
+    workloads = [workload_at("conv2d_backward_weights", "conv2"), workload_at("relu_backward", "relu4")]
+    monkeypatch.setattr(bench, "selected", lambda *_: workloads)
+    code, report = quickly("--precision", "default", "highest", implementations=("xla", "autodiff"))
+    assert code == 0 and report["complete"] and report["precision"] == "default, highest"
+    named = list(dict.fromkeys((row["work"], row["precision"]) for row in report["rows"]))
+    assert named == [
+        ("conv2d_backward_weights conv2 at default precision", "default"),
+        ("conv2d_backward_weights conv2 at highest precision", "highest"),
+        ("relu_backward relu4 at default precision", "default"),
+    ]

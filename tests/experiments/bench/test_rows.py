@@ -1,9 +1,11 @@
+import dataclasses
 import math
 import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 from helpers import TOLERANCE
 
 from experiments.bench import measure, peers
@@ -113,3 +115,21 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
     assert of_peer["Peer other"]["error"] is None and of_peer["Peer other"]["error_reason"] == "another function"
     assert of_peer["Peer referred"]["error"] == 0.0
     assert all(set(row) == FIELDS for row in of_peer.values())
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_programs_are_traced_at_the_precision_of_the_row(workload_at, precision):
+    workload, seen = workload_at("linear_backward", "fc3"), set()
+
+    def function(implementation, dtype):
+        def call(*arrays):
+            if implementation == "xla":
+                seen.add(jax.config.jax_default_matmul_precision)
+            return workload.function(implementation, dtype)(*arrays)
+
+        return call
+
+    settings = Settings(["xla"], {}, "best", "float32", precision, 1e-3, False, {})
+    case = Case(dataclasses.replace(workload, function=function), 2, settings)
+    list(measured_rows([case], lambda: True))
+    assert seen == {precision}

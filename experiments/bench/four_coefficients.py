@@ -1,0 +1,44 @@
+"""Layers of logic gates in plain JAX with four coefficients per gate: the strongest baseline for autodiff.
+
+Each of the 16 functions of a gate is linear in a and in b. Their mixture is therefore `y = c0 + c1 a + c2 b + c3 ab`,
+where the coefficients are the softmax of the logits, multiplied by a constant table. JAX differentiates these two
+formulas. The implementation "autodiff" of `jaxbp.gate_layer` stacks the 16 functions instead, as in the literature.
+
+Values have the features as the first axis, so that a gather reads whole rows. The order in which the gather's gradient
+adds rows is not fixed, so gradients on a GPU can differ between runs. The baseline need not be deterministic.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxbp import Wires
+from jaxbp.logic.gates import COEFFICIENTS
+from jaxbp.nn import LogicNetwork
+
+NAME = "autodiff, 4 coefficients"
+
+
+def gate_layer(logits: Array, wires: Wires, x: Array) -> Array:
+    """Return the same as `jaxbp.gate_layer`, given `(gates, 16)` logits and `(batch, inputs)` values."""
+    table = jnp.asarray(COEFFICIENTS, logits.dtype)
+    c = jnp.matmul(jax.nn.softmax(logits), table, precision=lax.Precision.HIGHEST).T[..., None]
+    rows = x.T
+    a, b = rows[wires.a], rows[wires.b]
+    return (c[0] + c[1] * a + c[2] * b + c[3] * a * b).T.astype(x.dtype)
+
+
+def gate_layer_backward(dy: Array, logits: Array, wires: Wires, x: Array) -> tuple[Array, Array]:
+    """Return the gradients of `gate_layer` with respect to the logits and x."""
+    return jax.vjp(lambda logits, x: gate_layer(logits, wires, x), logits, x)[1](dy)
+
+
+def scores(network: LogicNetwork, x: Array) -> Array:
+    """Return the same as `network(x)`, the scores of the classes."""
+    for layer in network.layers:
+        x = gate_layer(layer.logits[...], layer.wires.get_value(), x)
+    return x.reshape(len(x), network.classes, -1).sum(-1) / network.tau
+
+
+BASELINES = {"gate_layer": {NAME: gate_layer}, "gate_layer_backward": {NAME: gate_layer_backward}}
+"""Name of an op of the catalogue -> its baselines: see `Workload.baselines`."""
