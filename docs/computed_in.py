@@ -105,7 +105,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, roots, quotients", "kept for the backward")
+HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, roots, quotients", "saved for the backward")
 
 
 def table() -> str:
@@ -122,9 +122,9 @@ def table() -> str:
         [
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
-            f"Results and gradients come in {_text(results)}. *half* is the inputs' dtype, {' or '.join(HALVES)}; a "
-            "product of XLA's adds up in float32, and its result is then rounded to the dtype that stands there.",
-            "\\*: and its bias in half, to a product that is rounded already.",
+            f"Results and gradients have the dtype {_text(results)}. *half* is the dtype of the inputs, "
+            f"{' or '.join(HALVES)}. XLA's products are summed in float32, and then rounded to the dtype in the table. "
+            "The mark \\* means that a bias is added in half precision to a product that is already rounded.",
         ]
     )
 
