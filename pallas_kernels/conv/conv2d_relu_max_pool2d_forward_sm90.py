@@ -104,7 +104,6 @@ class WindowTiles:
       N: batch size.
       F, G: numbers of rows and columns of a filter.
       R, S: numbers of rows and columns of a window.
-      config: the config of the kernel.
     """
 
     K: int
@@ -148,8 +147,6 @@ class WindowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
-    """Sizes that follow from the shapes and a config."""
-
     config: Config
 
     @property
@@ -295,7 +292,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The indices of a row of windows are adjacent, because the backward reads them row by row.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -390,7 +386,6 @@ class _Program:
 
     def run(self):
         config = self.sizes.config
-        # A warpgroup takes every `config.warpgroups`-th step, and therefore every `config.warpgroups`-th stage.
         ring = Ring(self.sizes.ring, self.copy, self.loaded, self.steps)
         pl.when(self.warpgroup == 0)(self.fetch_constants)
         for n in range(config.stages):
@@ -416,7 +411,6 @@ class _Program:
         return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
-        """Start the copy of the patch that a step's tile reads."""
         sizes, (p, q, block) = self.sizes, self.tile(step)
         (rows, columns), C = sizes.patch, sizes.C
         row, column, panel = p * sizes.R, q * sizes.S, block * sizes.panels
@@ -454,7 +448,6 @@ class _Program:
         return [total[...] for total in sums]
 
     def write(self, step, y, at):
-        """Copy a tile's results to device memory."""
         sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.tile(step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store(self.y_tiles.at[self.warpgroup], y)

@@ -96,8 +96,6 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
-    """Sizes that follow from the shapes and a config."""
-
     config: Config
 
     @property
@@ -231,7 +229,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The indices of a row of windows are adjacent, because the backward reads them row by row.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -337,7 +334,6 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.matrices.at[step], self.weights.at[step], self.weights_loaded)
 
     def fetch(self, unit, step):
-        """Start the copy of a step's patch."""
         sizes, (p, q, block) = self.sizes, self.sizes.unit(unit)
         (rows, columns), channels, groups = sizes.patch, sizes.config.channels, EXAMPLES // _GROUP
         row, column, group, channel = p * sizes.R, q * sizes.S, block * groups, step * channels
@@ -382,12 +378,10 @@ class _Program:
         return sums[...]
 
     def read(self, group):
-        """Read 32 examples of the patch into registers."""
         patch = as_operand(self.patches).at[self.warpgroup, group]
         return rounded_to_tf32(load(patch.transpose((1, 0)), _transposing(), optimized=False))
 
     def write(self, unit, y, at):
-        """Copy a tile's results to device memory."""
         sizes, config, (p, q, block) = self.sizes, self.sizes.config, self.sizes.unit(unit)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         y, at = (plgpu.layout_cast(a, plgpu.Layout.WGMMA_TRANSPOSED) for a in (y, at))

@@ -4,8 +4,6 @@ Each lane has one example, and each weight is broadcast to all lanes. The input 
 window's size. A CTA computes dx for adjacent cells in one row of cells, and keeps the sums in registers. For every
 window whose filters reach these cells, it reads dy and the index of the maximum. It multiplies the filters by dy at the
 position of the maximum, and by zero at the window's other positions. It writes each position of dx once.
-
-Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
 
 import dataclasses
@@ -51,7 +49,7 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of cells that cover the input. Each cell has a window's size."""
+    """Return the numbers of rows and columns of cells that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -156,8 +154,6 @@ def input_gradient(
     config: InputGradientConfig,
 ) -> Array:
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
-
-    A CTA computes adjacent cells of one row of cells, for one or more input channels. Each cell has a window's size.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima that the forward returns.

@@ -275,7 +275,6 @@ class _Program:
         return fetched, sums
 
     def zeros(self):
-        """Return zeros for the sums of a cell."""
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):

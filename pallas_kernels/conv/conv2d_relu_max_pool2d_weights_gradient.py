@@ -5,8 +5,6 @@ computes them for one split, which is a part of the windows and of the batch. Fo
 index of the maximum, and the patch of x under the window. It multiplies dy by the part of the patch that the filter
 covers at the position of the maximum. At the end, it adds up the lanes of each sum through shared memory. XLA then adds
 the sums of all splits.
-
-Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
 
 import dataclasses
@@ -81,7 +79,7 @@ class WeightsGradientConfig:
         return -(-units // min(units, self.wanted_splits(dy, x)))
 
     def splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits of the units. Different CTAs sum different splits."""
+        """Return the number of splits of the units."""
         return -(-self.units(dy) // self.units_a_split(dy, x))
 
 

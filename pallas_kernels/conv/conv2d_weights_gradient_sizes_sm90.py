@@ -59,7 +59,6 @@ class Sizes:
       H, W: numbers of rows and columns of x.
       R, S: numbers of rows and columns of a window.
       dtype: dtype of dy and x.
-      config: the config.
     """
 
     K: int

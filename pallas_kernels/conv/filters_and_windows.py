@@ -1,8 +1,4 @@
-"""Helpers for filters and pooling windows, shared by the forward and backward kernels of `conv2d_relu_max_pool2d`.
-
-This module defines the largest sizes that the exact float32 kernels support, the maximum of a window with its index,
-and a lookup of filter weights that returns zeros outside the filter.
-"""
+"""Helpers for filters and pooling windows, shared by the forward and backward kernels of `conv2d_relu_max_pool2d`."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -59,7 +59,7 @@ def scatter_gradients(
       padding: number of padding rows above the input, and of padding columns to its left.
 
     Returns:
-      dx `(C, H, W, N)` in dy's dtype. The gradients of overlapping windows are summed in float32.
+      dx `(C, H, W, N)` in dy's dtype.
     """
     C, N = dy.shape[0], dy.shape[-1]
     # In padded coordinates, row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1,
@@ -79,8 +79,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # A cell has stride[0] x stride[1] input positions. For each window that can contain them, list along each axis the
-    # number of cells from the window's first cell to this cell, and the offset of this cell within the window.
+    # For each window that can contain them, list along each axis the number of cells from the window's first cell to
+    # this cell, and the offset of this cell within the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

@@ -198,5 +198,4 @@ def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda 
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of `n` in increasing order."""
     return [d for d in range(1, n + 1) if n % d == 0]

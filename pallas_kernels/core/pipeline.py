@@ -9,10 +9,9 @@ barrier, at which every reader of the stage waits. There are two ways to keep th
 - A producer warpgroup only fetches, and consumer warpgroups compute. With barriers `free`, `produce` waits until the
   consumers have `release`d a stage before it fills it again.
 
-JAX's `plgpu.emit_pipeline` was compared with a ring (docs/lab/2026-11-22-pipelines.md). `emit_pipeline` was slightly
-faster than the ring in a copy kernel and in LayerNorm's forward. Its warp-specialized form was slower in LayerNorm's
-forward. The ring is kept because it computes in place, in a single buffer per stage. `emit_pipeline` has separate
-buffers for inputs and outputs, and LayerNorm's backward has no shared memory left for them.
+JAX's `plgpu.emit_pipeline` is slightly faster in a copy kernel and in LayerNorm's forward
+(docs/lab/2026-11-22-pipelines.md). It has separate buffers for inputs and outputs, for which LayerNorm's backward has
+no shared memory left. The ring computes in place, in a single buffer per stage.
 """
 
 import dataclasses

@@ -158,9 +158,7 @@ def weighed_gradients(
     """Compute `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, and `db[o] = Σ dy g[n, o]`, summed over the examples n.
 
     Here g is the gradient of each example's loss, with respect to x in dx, and with respect to a layer's sums in dw and
-    db. h is the layer's input, o an output of the layer, and i an input of the layer. A CTA computes 64 x 32 elements
-    of a layer's dw, for 128 examples. Columns of ones after x's columns yield db of the first layer. Further CTAs
-    multiply dx by dy.
+    db. h is the layer's input, o an output of the layer, and i an input of the layer.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

@@ -120,8 +120,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA has `_GATES` gates and some lane blocks. It needs one row of dy and two rows of x per
-    gate, and reads each row once.
+    """Return (dx, dc). It needs one row of dy and two rows of x per gate, and reads each row once.
 
     No two CTAs read the same elements of x, so dx may use the memory of x.
     """
@@ -213,7 +212,7 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA has one input and some lane blocks, and loops over the input's consumers.
+    """Return (dx, dc).
 
     For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers.
     """
@@ -307,8 +306,6 @@ def gradients_along_trail(
 ) -> tuple[Array, Array]:
     """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
     trail leaves these inputs.
-
-    All loads of a CTA are in flight at once.
     """
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
@@ -412,8 +409,7 @@ def _input_heuristic(dy, coefficients, graph, x):
 
 @kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    """Return dx. A CTA has a few inputs and one lane block. At a time, it reads a few consumers of each of these
-    inputs."""
+    """Return dx."""
     gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
@@ -471,7 +467,7 @@ def _coefficients_heuristic(dy, graph, x):
 
 @kernel(unsupported=_coefficients_unsupported, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
-    """Return dc. A CTA has `_GATES` gates and some lane blocks, and starts all its loads at once."""
+    """Return dc."""
     layer_gates = graph.gates
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):

@@ -281,8 +281,7 @@ def leaf_gradients(
 ) -> tuple[Array, Array]:
     """Return (dc, dleaves), the gradients with respect to the coefficients and with respect to the leaves.
 
-    For each pooling window, the kernel recomputes the tree at the position that the window's index selects. It runs
-    only on GPUs and in the simulator.
+    It runs only on GPUs and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
@@ -319,7 +318,7 @@ def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
     """Compute the gradients of the coefficients and of the leaves for one tree, `rows` rows of pooling windows, and a
-    block of examples. This is the kernel's body."""
+    block of examples."""
     lanes, tree = pl.ds(block * LANES, LANES), _Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
@@ -477,7 +476,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """Compute dx for one band of one channel, and a block of examples. This is the kernel's body."""
+    """Compute dx for one band of one channel, and a block of examples."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]

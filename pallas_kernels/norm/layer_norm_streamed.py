@@ -1,11 +1,7 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory. One pass computes the forward, the backward, or only
 dx.
 
-    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
-
-Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm, `center=False`,
-omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
-first element. If values are far from zero, rounding the mean would lose digits of `x - mean`; the offset avoids this.
+`layer_norm.py` has the formulas, and the reason why a row's mean is stored as an `offset`.
 
 The kernels are persistent: a CTA processes several groups of rows, which stream through a ring of stages in shared
 memory (`row_stream.py`). The CTA loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them

@@ -34,8 +34,7 @@ _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
 """Most elements of a vector per thread, for sums along rows and for sums along columns. Along a row, a thread adds up
 its elements. Along columns, it keeps one sum per element. Chosen by hand; not tuned."""
 _MIXED_ELEMENTS = 2
-"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), which
-are two elements of float32. Only vectors with the same number of elements per load can be combined."""
+"""Most elements per thread with mixed dtypes, as in elementwise.py."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,9 +28,6 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _TickRefs(NamedTuple):
-    """References to the arrays of `tick`, to its rows of shared memory, and to its barrier. `fires` is None if all
-    cells fire."""
-
     coefficients: Any
     wires: Any
     state: Any
@@ -69,7 +66,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 
 def _tick(*refs, program, warpgroup, plan, config):
-    """Compute the cells of a CTA, one group after another. This is the kernel's body."""
+    """Compute the cells of a CTA, one group after another."""
     refs, layers = _TickRefs(*refs), plan.forward_layers
     team = Team(config, warpgroup, refs.barrier)
 
@@ -83,9 +80,6 @@ def _tick(*refs, program, warpgroup, plan, config):
 
 
 class _TickBackwardRefs(NamedTuple):
-    """References to the arrays of `tick_backward`, to its rows of shared memory, and to its barrier. `fires` is None if
-    all cells fire."""
-
     coefficients: Any
     wires: Any
     consumers: Any
@@ -156,7 +150,7 @@ def tick_backward(
 
 
 def _tick_backward(*refs, program, warpgroup, plan, config):
-    """Compute the cells of a CTA, one group after another. This is the kernel's body."""
+    """Compute the cells of a CTA, one group after another."""
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
