@@ -238,6 +238,6 @@ def _errors(dtype, actual, native, exact, by_formula):
 
 
 def _norms(a):
-    """Return the norm of each row of each draw. The norm of a row with a NaN is infinite."""
+    """The norm of a row with a NaN is infinite."""
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)

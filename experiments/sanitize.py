@@ -30,8 +30,7 @@ are:
     timed out          the process exceeded the time limit, and the tool reported nothing before
 
 The last two outcomes are inconclusive. Under the tools, processes sometimes die at exit or hang in XLA's compiler, but
-succeed on another attempt. `--attempts` limits the number of attempts. At least up to version 2026.4, initcheck does
-not track bulk copies of tensors to device memory. It therefore reports kernels that read the copied data.
+succeed on another attempt. `--attempts` limits the number of attempts.
 """
 
 import collections

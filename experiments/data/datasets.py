@@ -95,7 +95,7 @@ def load(
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
-      FileNotFoundError: if a file is not in the folder and cannot be downloaded. CIFAR-10's files are never downloaded.
+      FileNotFoundError: if a file is not in the folder and cannot be downloaded.
     """
     if name == "digits":
         return _digits()
@@ -176,7 +176,6 @@ def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8
 
     Raises:
       UserError: (a ValueError) for an incomplete image, no images, more than `MOST_ITEMS` images, or labels above 9.
-        The message names the file, the found value, and the wanted value.
       FileNotFoundError: for a missing file.
     """
     if not path.is_file():

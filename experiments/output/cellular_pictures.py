@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 from matplotlib.colors import ListedColormap
 
-# pyplot is not used, because it keeps figures in global state and chooses a backend by the machine's display.
 from matplotlib.figure import Figure
 from PIL import Image
 

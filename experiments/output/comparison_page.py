@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-# pyplot is not used, because it keeps figures in global state and chooses a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table

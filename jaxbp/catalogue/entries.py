@@ -1,7 +1,7 @@
 """The table of ops, with small cases for checks and realistic cases for lowering and timing.
 
 An op in this table is checked against finite differences in every implementation. It is also simulated, lowered for
-CUDA in every dtype that its kernels take, and timed. No other list of ops exists.
+CUDA in every dtype that its kernels take, and timed.
 """
 
 import dataclasses

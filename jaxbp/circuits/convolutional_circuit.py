@@ -220,7 +220,7 @@ class ConvolutionalCircuit:
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position has a separate copy of the kernels. It includes the pools' gates."""
+        """The number of gates if every position has a separate copy of the kernels."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 

@@ -95,7 +95,6 @@ class Linear(nnx.Module):
         self.precision, self.implementation, self.dtype = precision, implementation, dtype
 
     def parameters(self) -> tuple[Array, Array]:
-        """Return weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
     def __call__(self, x: Float[AnyArray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:

@@ -1,9 +1,6 @@
 """Compare a backward with finite differences, element by element.
 
-The gradients of every implementation are computed in the dtype of the arguments, as in a user's program. The expected
-gradients are computed in float64 from the same numbers, by autodiff, and confirmed by finite differences. A float32
-kernel, which does not take float64, is therefore compared within the tolerance of float32. Finite differences in
-float32 would need a larger tolerance. `jaxbp.verify.judge` decides what is a mistake.
+`jaxbp.verify.judge` decides what is a mistake.
 """
 
 import dataclasses

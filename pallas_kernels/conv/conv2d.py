@@ -1,11 +1,11 @@
 """Kernels for the input, weight, and bias gradients of a convolution, with the batch as the last axis.
 
-All three kernels use float32 arithmetic on the CUDA cores, with one example per lane. Operands come from device memory
-through the caches. A CTA of `correlate` computes one row of the output for a few output channels and one block of the
-batch. It keeps the sums in registers, and broadcasts each weight to all lanes. A CTA of `correlate_batch` keeps a tile
-of the filters' gradient in registers, with one sum per element and lane. It adds the products for its share of dy's
-rows and of the batch. It then sums each element over the lanes, and writes one partial sum per element. A CTA of
-`sum_batch` does the same for one channel of the bias gradient.
+All three kernels use float32 arithmetic on the CUDA cores, with one example per lane. A CTA of `correlate` computes one
+row of the output for a few output channels and one block of the batch. It keeps the sums in registers, and broadcasts
+each weight to all lanes. A CTA of `correlate_batch` keeps a tile of the filters' gradient in registers, with one sum
+per element and lane. It adds the products for its share of dy's rows and of the batch. It then sums each element over
+the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel of the bias
+gradient.
 """
 
 import dataclasses
@@ -164,8 +164,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units that are divided among the splits. A unit is one row of dy for one block of `LANES`
-    examples."""
+    """A unit is one row of dy for one block of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 

@@ -3,9 +3,7 @@
 Each lane has one example, and each weight is broadcast to all lanes. A CTA computes a part of one row of pooling
 windows, for a few output channels and one block of the batch. It reads the patch of the image under the windows into
 registers once. The convolution's sums for every position of the windows are in registers as well. The CTA writes the
-pooled output and one byte per window: the index of the maximum, or one past the last index if ReLU returns zero. The
-convolution's full-resolution output is never written to device memory, because the backward needs only these two arrays
-and the input.
+pooled output and one byte per window: the index of the maximum, or one past the last index if ReLU returns zero.
 
 Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """

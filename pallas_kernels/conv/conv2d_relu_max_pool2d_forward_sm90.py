@@ -63,7 +63,7 @@ MAX_BOX = 256
 _WARPGROUPS = 2
 """Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
-"""Maximum number of stages per warpgroup. Chosen by hand; not tuned."""
+"""Maximum number of stages per warpgroup. Not tuned."""
 BARRIER_BYTES = 1024
 """Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
 _EPILOGUE_CLOCKS = 800

@@ -140,7 +140,6 @@ class _Program:
         plgpu.wgmma(self.sums, left.at[pl.ds(self.warpgroup * TILE, TILE)], right.transpose((1, 0)))
 
     def copy(self, step, stage, barrier):
-        """Start the copies of a unit: one row of windows, for the examples of one step."""
         sizes = self.sizes
         unit = self.first + step
         p, examples = remainder(unit, sizes.P), pl.ds(quotient(unit, sizes.P) * sizes.examples, sizes.examples)

@@ -22,7 +22,7 @@ _MAX_COLUMNS = 160
 """Maximum number of columns of a CTA's product. A thread keeps one sum in registers for every two columns. With 144
 sums, it spills registers."""
 _MAX_STAGES = 4
-"""Maximum number of stages. Chosen by hand; not tuned."""
+"""Maximum number of stages. Not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Bytes of shared memory that stages leave for barriers, for sums across warps, and as a reserve. The stages were
 measured with this value."""

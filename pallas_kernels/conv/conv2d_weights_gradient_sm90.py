@@ -11,10 +11,7 @@ rounded to TF32. The sums with `j = q * S + s + v` and `i = r + u`, where (r, s)
 of w[k, c, u, v]. The other sums, two in three for LeNet's second block, are not used.
 
 A CTA computes these sums for one part of the input channels, one part of the window positions, and one split of the
-rows of windows and the batch. Bulk copies bring rows of x, dy, and the indices into a ring of stages in shared memory.
-The warpgroups write `routed` to shared memory and multiply. Each warpgroup has one 64-row tile of accumulators in
-registers. At the end, a CTA writes the sums to device memory, and reads them back through the L2 cache. It adds them up
-to the gradients for its part.
+rows of windows and the batch.
 
 For `conv2d`, a row p of windows is a block of R rows of the output, t is a row in this block, and S is 1. `routed` is
 dy, rounded to TF32 if it is float32. In both cases, a row of ones after the rows of x yields the bias gradient.

@@ -2,7 +2,7 @@
 
 XLA compiles the kernels of a program after lowering all of it, one after the other, on one core. Mosaic GPU caches
 compiled kernels in the process by their hash. A thread therefore compiles each kernel in a separate program, right
-after the kernel is lowered. When the surrounding program is compiled, the compiled kernel is already in the cache.
+after the kernel is lowered.
 
 If a kernel fails to compile in the thread, it fails again when the surrounding program is compiled, and only then is
 the error raised. If the surrounding program needs a kernel before the thread has compiled it, the kernel is compiled

@@ -60,7 +60,6 @@ def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
 
 
 def lane_numbers(lanes: int) -> Array:
-    """Return the vector that holds each lane's index, int32."""
     return columns(lane_and_column(lanes, 1)[0])[0]
 
 
@@ -356,7 +355,6 @@ def _ref_types(lists):
 
 
 def _number():
-    """Return the layout of a scalar that is the same in all threads."""
     return plgpu.Layout.WG_SPLAT(())
 
 

@@ -13,7 +13,7 @@ plain XLA code without side effects: slow, but compatible with every JAX transfo
 the Mosaic simulator instead, which is even slower, but raises an error where the behavior on a GPU would be undefined.
 
 A launch is a JAX primitive. Its body is traced only when the primitive is lowered, and only for the platform of the
-lowering. Tracing a program therefore spends no time on its kernels. Code for GPUs is never traced for a CPU.
+lowering. Tracing a program therefore spends no time on its kernels.
 """
 
 import contextlib

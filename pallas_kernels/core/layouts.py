@@ -43,7 +43,7 @@ def store(ref: Any, value: Array) -> None:
 
 SUMMED_ROWS = 32
 """Maximum number of rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows each.
-The function also accepts an array with half of this number of rows. Chosen by hand; not tuned."""
+The function also accepts an array with half of this number of rows. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 else:
 
     class _Module(types.ModuleType):
-        """A module that is imported at its first use."""
-
         def __getattr__(self, name: str) -> Any:
             value = getattr(importlib.import_module(self.__name__), name)
             setattr(self, name, value)

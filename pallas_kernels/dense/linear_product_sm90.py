@@ -111,8 +111,7 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline. Subclasses define the
-    copies, the products of a step, and the epilogue.
+    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline.
 
     Attributes:
       config: the tiles.

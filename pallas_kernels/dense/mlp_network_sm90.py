@@ -30,7 +30,7 @@ SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Number of a layer's inputs per slice of its weights. This number of float32 values fills one row of an operand."""
 PIECE_COLUMNS = 128
 """Number of columns of the gradient with respect to x that `forward_and_gradients` computes at once. In this kernel,
-the layers' outputs stay in shared memory as well. Chosen by hand; not tuned."""
+the layers' outputs stay in shared memory as well. Not tuned."""
 _MAX_STAGES = 8
 """Maximum number of slices in the ring. Chosen by hand: latency bounds the kernels, and more slices bring no speedup
 (docs/lab/2026-11-21-dense.md)."""
@@ -131,5 +131,4 @@ class Network:
 
 
 def float32_struct(*shape: int) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a float32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,7 +1,7 @@
 """Loads, stores, and softmax for the kernels of a multi-layer perceptron, for 64 examples at a time.
 
 Examples are rows or columns of arrays in device memory. An operand is a block in shared memory with one row per
-example, from which the tensor cores read. Softmax, loss, and their gradient are computed in registers, in float32.
+example, from which the tensor cores read.
 """
 
 from typing import Any, NamedTuple

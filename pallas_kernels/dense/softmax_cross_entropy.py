@@ -1,9 +1,9 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
 A CTA computes a block of examples. In the forward, it loops over the classes three times: for the maximum, for the sum
-of exponentials, and for the loss. Each loop reads the logits from device memory and keeps its result in registers. The
-forward writes the loss and two statistics: the maximum and the sum of exponentials. The backward recomputes the softmax
-from these statistics. The backward writes one gradient per class and example.
+of exponentials, and for the loss. The forward writes the loss and two statistics: the maximum and the sum of
+exponentials. The backward recomputes the softmax from these statistics. The backward writes one gradient per class and
+example.
 
 Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
 size N is a multiple of `LANES`. If an integer label is not the index of a class, the example's loss is NaN. Its
@@ -23,7 +23,7 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Maximum number of classes whose loads are in flight at once. Chosen by hand; not tuned."""
+"""Maximum number of classes whose loads are in flight at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _unsupported_memory(rows: int) -> str | None:
 _GATES = SUMMED_ROWS // _GATE_SUMS
 """Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Most lane blocks per CTA. Chosen by hand; not tuned."""
+"""Most lane blocks per CTA. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,5 +47,4 @@ class Graph:
 
     @property
     def gates(self) -> int:
-        """Number of gates."""
         return self.a.shape[0]

@@ -25,12 +25,12 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _PROGRAMS = 8
-"""Wanted number of CTAs per multiprocessor, if there are enough outputs. Chosen by hand; not tuned."""
+"""Wanted number of CTAs per multiprocessor, if there are enough outputs. Not tuned."""
 _MIN_OUTPUTS = 16
 """Fewest outputs per CTA. A CTA's sums are written to memory and read again. With this number of outputs, the sums have
-few bytes compared with s. Chosen by hand; not tuned."""
+few bytes compared with s. Not tuned."""
 _LOADED_OUTPUTS = 4
-"""Most outputs whose s and w a CTA loads at once. Chosen by hand; not tuned."""
+"""Most outputs whose s and w a CTA loads at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,8 +154,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """References to the arrays and barriers of `forward`. `vectors` holds scale, bias, and b in shared memory, one
-    after another."""
+    """`vectors` holds scale, bias, and b in shared memory, one after another."""
 
     x: Any
     w: Any
@@ -296,8 +295,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References to the arrays and barriers of `input_gradient`. For each row, `sums` holds the sums of t and of t * x̂
-    over each warpgroup's half of the columns. Here `t = (dz w) * scale`."""
+    """For each row, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of the columns. Here `t = (dz
+    w) * scale`."""
 
     dz: Any
     x: Any

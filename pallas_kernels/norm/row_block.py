@@ -95,7 +95,6 @@ class Block:
         return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
 
     def mean(self, a: Array) -> Array:
-        """Return the mean of each row."""
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:

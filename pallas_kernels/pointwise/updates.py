@@ -30,14 +30,14 @@ _ELEMENTS = 8
 elements, half-precision moments, converted to float32, would take most of a thread's registers. Chosen by hand; not
 tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Chosen by hand; not tuned."""
+"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 _MAX_ELEMENTS = 2**19
 """Largest average number of elements per array for which the kernel is used: 2 MiB of float32. For larger arrays, the
 time of a launch hardly matters. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
 """Most arrays per launch. Each array has a case in the switches, and the compile time grows faster than the number of
-arrays. Chosen by hand; not tuned."""
+arrays. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of arrays that the kernel supports. It computes in float32."""
 

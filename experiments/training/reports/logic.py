@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# pyplot would keep figures in global state and pick a backend by the machine's display.
 from matplotlib.figure import Figure
 
 from experiments.configs.logic import GateConfig, LogicConfig

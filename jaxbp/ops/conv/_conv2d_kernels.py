@@ -100,6 +100,5 @@ def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
 
 
 def bias_gradient(dy):
-    """Compute db by the kernel that sums in full float32."""
     dy_last = batch_last(dy)
     return kernels.sum_batch(dy_last.reshape(dy.shape[1], -1, dy_last.shape[-1])).astype(dy.dtype)

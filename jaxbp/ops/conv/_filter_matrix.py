@@ -96,9 +96,6 @@ precisions."""
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    `banded_input_gradient` multiplies more often, but on the tensor cores. It also launches more kernels, so in float32
-    it is faster only for large arrays.
-
     Args:
       w: an array `(K, C, F, G)`, or an object with such a shape.
       dy: an array `(K, P, Q, N)`, or an object with such a shape and a dtype.
@@ -127,8 +124,7 @@ def banded_input_gradient(
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, with the batch last.
 
     It is one matrix product per row of the pool's windows. One factor is a matrix of the filters, the band, which is
-    the same for all rows. The other factor is dy, placed at the maximum of each window, with zeros elsewhere. The
-    products also multiply the zeros of both factors.
+    the same for all rows. The other factor is dy, placed at the maximum of each window, with zeros elsewhere.
 
     Args:
       dy: `(K, P, Q, N)`.

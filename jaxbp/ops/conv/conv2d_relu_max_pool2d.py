@@ -1,8 +1,4 @@
-"""Convolution, ReLU, and max-pooling as one op.
-
-For the backward, the op keeps one byte per window of the pool. Three separate ops would keep the results of the
-convolution and of ReLU.
-"""
+"""Convolution, ReLU, and max-pooling as one op."""
 
 import functools
 

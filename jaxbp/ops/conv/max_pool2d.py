@@ -81,10 +81,7 @@ def _scatter_by_autodiff(dy, indices, **options):
 
 
 def scatter_formula(dy, indices, **options):
-    """Return dx, in which the gradient of each window is added at the position of the window's maximum.
-
-    If every position is in exactly one window, each element of dx is computed from the gradient of this window.
-    """
+    """Return dx, in which the gradient of each window is added at the position of the window's maximum."""
     if is_nonoverlapping(**options):
         return _fetch_from_windows(dy, indices, window=options["window"])
     return _send_to_places(dy, indices, **options)

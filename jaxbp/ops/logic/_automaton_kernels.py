@@ -92,7 +92,6 @@ def unsupported(automaton: Automaton, state: Array) -> str | None:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> Prepared:
-    """Return the values that are computed once and used in every tick."""
     sizes = plan(automaton, shape)
     layers = [c.reshape(4, -1) for c in [*coefficients[0], *coefficients[1]]]
     filled = [
@@ -106,12 +105,10 @@ def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -
 
 
 def enter(state: Array) -> Array:
-    """Convert a state `(batch, height, width, channels)` to the layout of the kernels."""
     return jnp.pad(state.ravel(), (0, padded_lanes(state.shape[-1])))
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """Convert a state from the layout of the kernels back to `shape`, `(batch, height, width, channels)`."""
     return state[: math.prod(shape)].reshape(shape)
 
 
@@ -164,7 +161,6 @@ def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
 
 
 def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
-    """Return the next state. A cell where `fires`, `(batch, height, width)`, is False keeps its state."""
     return _tick(prepared, state, fires)
 
 

@@ -165,8 +165,6 @@ def _save_on_own_device(*arrays, **options):
 
     On a mesh, each device has a vector of states that ends in unused elements. The vectors of several devices therefore
     cannot be joined into one array.
-
-    The states on each device end in spare elements, so that they cannot be joined to one array of all devices.
     """
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)

@@ -9,9 +9,8 @@ each function is linear in a and in b:
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-Every mixture of these functions is also linear in a and in b. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`,
-whichever parameters determine its coefficients. A layer is made of two `Pair`s. The first pair maps the parameters of
-each gate to its coefficients. The second pair computes the values of the gates from the coefficients.
+A layer is made of two `Pair`s. The first pair maps the parameters of each gate to its coefficients. The second pair
+computes the values of the gates from the coefficients.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
 
-A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. It combines them by `2^d - 1`
-gates. Each gate computes `y = c0 + c1 a + c2 b + c3 ab` from its inputs a and b, as in `gate_layer`. An or-pool takes
-the largest of neighboring values, which is the "or" of bits. If the convolution and the or-pool are one op, the forward
-keeps one byte per pooled output, the position of the largest value. The backward recomputes only the tree at this
-position, because the trees at other positions have no gradient.
+A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
+neighboring values, which is the "or" of bits. If the convolution and the or-pool are one op, the forward keeps one byte
+per pooled output, the position of the largest value. The backward recomputes only the tree at this position, because
+the trees at other positions have no gradient.
 
 As in `gate_layer`, one pair maps parameters to coefficients, and a second pair maps coefficients and images to outputs.
 """
@@ -129,10 +128,7 @@ def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization,
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """Compute the trees by operations that JAX differentiates. This is the implementation "autodiff".
-
-    If the parameters are logits, the value of a gate is the sum of the 16 functions, weighted by their probabilities.
-    """
+    """Compute the trees by operations that JAX differentiates. This is the implementation "autodiff"."""
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
@@ -275,8 +271,7 @@ def logic_conv2d_or_pool2d(
 ) -> Float[Array, "batch kernels out_height out_width"]:
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
-    The backward needs x and one byte per pooled output. The values of the gates are not kept, and the kernels do not
-    write them to memory.
+    The backward needs x and one byte per pooled output.
 
     Args:
       logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.

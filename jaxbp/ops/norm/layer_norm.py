@@ -141,8 +141,7 @@ def input_gradient_kernel(t, normalised, inv_std):
 
 
 def input_gradient_from_x_kernel(t, x, *, eps):
-    """Compute the same as `input_gradient_from_x`, by a kernel that streams rows through shared memory. It does not
-    support all row lengths."""
+    """Compute the same as `input_gradient_from_x`, by a kernel that streams rows through shared memory."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
     results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)

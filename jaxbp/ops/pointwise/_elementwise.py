@@ -20,7 +20,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 class Elementwise(Pair):
-    """A pair of element-wise formulas with NumPy's broadcasting. Gradients are summed over the broadcast axes.
+    """A pair of element-wise formulas with NumPy's broadcasting.
 
     Args:
       forward: `forward(*arrays, **options)`, in jnp.

@@ -1,10 +1,9 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients of both.
 
-A CTA computes one group of cells at a time. In shared memory, the group has one row per input and per gate, and one
-column per cell (plan.py). `Cells` maps rows and columns of shared memory to elements of the arrays in device memory.
-`Inputs` gathers the neighborhoods of a group of cells from the state, and writes them to the rows of the inputs.
-`write_next_state` writes the rows of the last layer to the next state. `OutputGradients` sums the gradients that the
-backward of the next tick has written for each cell, and writes the sums to the rows of the last layer's gradients.
+`Cells` maps rows and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers the
+neighborhoods of a group of cells from the state, and writes them to the rows of the inputs. `write_next_state` writes
+the rows of the last layer to the next state. `OutputGradients` sums the gradients that the backward of the next tick
+has written for each cell, and writes the sums to the rows of the last layer's gradients.
 """
 
 import dataclasses
@@ -132,7 +131,6 @@ class Inputs:
         ]
 
     def write(self, slices, loaded):
-        """Write the result of `load` to the rows of the inputs."""
         for part, blocks in zip(self.team.parts(slices[0].plan.inputs), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, blocks))
 

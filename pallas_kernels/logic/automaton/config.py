@@ -33,7 +33,7 @@ WARPGROUPS = 2
 every layer. One warpgroup was slower on large grids of cells: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
 """Most registers per thread for the sums of the coefficients' gradients. The sums and the values of a step then fit in
-255 registers together. Chosen by hand; not tuned."""
+255 registers together. Not tuned."""
 _FORWARD_PROGRAMS = 2
 """Most CTAs of the forward per multiprocessor. Three and four CTAs were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
@@ -42,7 +42,7 @@ _RESERVED_BYTES = 2048
 bytes."""
 _MAX_CONSUMERS = 32
 """Most consumers per input or gate. The code that sums the gradients from all consumers is unrolled, so it becomes
-longer with each consumer. Chosen by hand; not tuned."""
+longer with each consumer. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,6 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the forward."""
     config, multiprocessors = heuristic(plan=plan), device.target().multiprocessors
     groups = -(-plan.cells // config.cells)
     if groups <= multiprocessors:

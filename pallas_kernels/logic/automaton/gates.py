@@ -80,7 +80,6 @@ class Circuit:
         return gather_rows(self.coefficients, first + quotient(lane_numbers(part.lanes) + part.offset, copies))
 
     def steps(self, layers):
-        """Yield the steps that compute the rows of `layers`."""
         for i, layer in enumerate(layers):
             for part in self.team.parts(layer):
                 fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, part)
@@ -302,7 +301,6 @@ def _parts(plan, team):
 
 
 def _load_rows(ref, first, lanes):
-    """Load `lanes` consecutive rows of `ref`, from row `first` on."""
     return load(ref.at[pl.ds(first, lanes)], block_layout(lanes, ref.shape[1]))
 
 

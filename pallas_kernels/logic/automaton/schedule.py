@@ -113,7 +113,6 @@ class Team:
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
-        """Wait until all warpgroups have written their rows of shared memory."""
         meet(self.barrier)
 
     def first_fetches(self, steps):
