@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Int
 from matplotlib.colors import ListedColormap
-
 from matplotlib.figure import Figure
 from PIL import Image
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
 from matplotlib.figure import Figure
 
 from experiments.configs.logic import GateConfig, LogicConfig
