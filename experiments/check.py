@@ -77,7 +77,7 @@ def run(config: CheckConfig, command: str) -> int:
     entries = selected(config.ops)
     refuse_missing_folders(config.json)
     if config.repeat is not None and config.repeat < 2:
-        raise UserError(f"repeat is {config.repeat}; wanted at least 2 runs, to compare")
+        raise UserError(f"repeat is {config.repeat}; wants at least 2 runs to compare")
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150 if config.verbose or config.accuracy else WIDTH)

@@ -62,7 +62,7 @@ class CompareConfig(Generic[Config]):
 
     def __post_init__(self):
         if self.steps < 0:
-            raise UserError(f"steps is {self.steps}: wanted 0 or more")
+            raise UserError(f"steps is {self.steps}; wants 0 or more")
         refuse_missing_folders(self.json, self.html)
 
 
@@ -92,7 +92,7 @@ def run(config: CompareConfig, command: str) -> dict[str, Any]:
     names = dict.fromkeys((REFERENCE, *(config.implementations or _default_implementations())))
     dataset = experiment.load()
     if experiment.batch_size > len(dataset.train_images):
-        raise UserError(f"batch_size = {experiment.batch_size}: wanted at most {len(dataset.train_images)}")
+        raise UserError(f"batch_size = {experiment.batch_size}; wants at most {len(dataset.train_images)}")
     key = jax.random.key(experiment.seed)
     built = {name: training.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
     params, losses = built[REFERENCE][0], {name: loss for name, (_, loss) in built.items()}

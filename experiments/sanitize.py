@@ -143,7 +143,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
     for option in ("processes", "attempts"):
         if (number := getattr(config, option)) < 1:
-            raise UserError(f"--{option} is {number}: wanted at least 1")
+            raise UserError(f"--{option} is {number}; wants at least 1")
     sanitizer, names = find_sanitizer(), refuse_unknown("op", config.ops, (entry.name for entry in CATALOGUE))
     report: dict[str, Any] = {
         **provenance(command),

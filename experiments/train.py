@@ -167,10 +167,10 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     if not found.resume or found.help:
         return None
     if found.run_dir is None:
-        raise UserError("resume = True: wanted run_dir as well, to know which run")
+        raise UserError("resume = True; wants run_dir as well, which names the run")
     saved, name = run_directory.saved_config(found.run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
-        raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}: wanted one of {name}")
+        raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}; wants one of {name}")
     return dataclasses.replace(saved, resume=True)
 
 

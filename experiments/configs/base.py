@@ -175,7 +175,7 @@ class TrainingConfig:
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
-            raise UserError(f"{field} = {getattr(self, field)!r}: wanted {wanted}")
+            raise UserError(f"{field} = {getattr(self, field)!r}; wants {wanted}")
 
     def _check_choice(self, field: str, choices: Sequence[str | None]) -> None:
         self._check(field, getattr(self, field) in choices, f"one of {', '.join(map(str, choices))}")
@@ -196,9 +196,9 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """
     values = dict(saved)
     if (name := values.pop("experiment")) != config.name:
-        raise UserError(f"the saved settings are for {name}: wanted settings for {config.name}")
+        raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
-        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
+        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}; wants the version that saved it")
     paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if values.get(field) is not None}
     return config(**(values | paths))
 

@@ -187,7 +187,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     refuse_missing_folders(config.json)
     if config.processes < 0 or not config.case_seconds > 0:
         raise UserError(
-            f"--processes is {config.processes}, --case-seconds {config.case_seconds}: wanted at least 0, more than 0"
+            f"--processes is {config.processes}, --case-seconds {config.case_seconds}; wants at least 0, more than 0"
         )
     if not config.resume:
         return Found(), seed

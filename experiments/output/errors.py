@@ -17,7 +17,7 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names the setting or file, its value, and the wanted value.
+    """An invalid setting or file from the user. The message names the setting or file, its value, and the value that it wants.
 
     A separate class is needed because a `ValueError` from a model or an op under development should show a traceback.
     """
@@ -80,7 +80,7 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
-        hint = f"did you mean {' or '.join(like)}?" if like else f"wanted {wanted}{', '.join(known)}"
+        hint = f"did you mean {' or '.join(like)}?" if like else f"wants {wanted}{', '.join(known)}"
         raise UserError(f"unknown {what} {', '.join(unknown)}: {hint}")
     return tuple(names or known)
 

@@ -109,7 +109,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     """
     examples = len(dataset.train_images)
     if config.batch_size > examples:
-        raise UserError(f"batch_size = {config.batch_size}: wanted at most {examples}, the size of the training set")
+        raise UserError(f"batch_size = {config.batch_size}; wants at most {examples}, the size of the training set")
     mesh = devices.mesh_of(config)
     share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     steps_per_epoch = examples // config.batch_size

@@ -61,12 +61,12 @@ class Place:
         if missing := [name for name, value in found.items() if value is None]:
             if len(missing) == len(found):
                 return None
-            raise UserError(f"{missing[0]} = None: wanted coordinator, process and processes, or none of them")
+            raise UserError(f"{missing[0]} = None; wants coordinator, process and processes, or none of them")
         host, _, port = found["coordinator"].rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16 - 1:
-            raise UserError(f"coordinator = {found['coordinator']}: wanted HOST:PORT")
+            raise UserError(f"coordinator = {found['coordinator']}; wants HOST:PORT")
         if not 0 <= found["process"] < found["processes"]:
-            raise UserError(f"process = {found['process']}: wanted one from 0 to processes - 1")
+            raise UserError(f"process = {found['process']}; wants one from 0 to processes - 1")
         return cls(host.strip("[]"), int(port), found["process"], found["processes"])
 
 
@@ -229,7 +229,7 @@ def _introduced(link, place, missing):
         said = ""
     process, _, processes = said.partition(" ")
     if processes != str(place.processes) or process not in map(str, missing):
-        wanted = f"wanted process {' or '.join(map(str, missing))} of {place.processes}"
+        wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
         raise UserError(f"process {process or '?'} of {processes or '?'} reached {place.host}:{place.port}: {wanted}")
     _lasting(link)
     return int(process)

@@ -164,7 +164,7 @@ class RunDirectory:
         if saved != constants:
             raise BrokenRun(
                 f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved ones "
-                f"(SHA-256 saved {saved}, now {constants}): wanted the version of jaxbp that began it"
+                f"(SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began it"
             )
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
@@ -226,7 +226,7 @@ def _locked(path: Path):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BrokenRun(f"run_dir = {path} is in use by another process: wanted an unused one") from None
+            raise BrokenRun(f"run_dir = {path} is in use by another process; wants an unused one") from None
         yield
     finally:
         os.close(descriptor)
@@ -236,19 +236,19 @@ def _check_is_free(path: Path) -> None:
     """Raise UserError unless a new run can use the directory: it must not exist, or hold at most the files with which a
     run begins."""
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path}: wanted a directory")
+        raise UserError(f"run_dir = {path}; wants a directory")
     folder = path / CHECKPOINTS
     files = [*(path.iterdir() if path.exists() else ()), *(folder.iterdir() if folder.is_dir() else ())]
     if not all(is_leftover(file) or file.name == LOCK or (file == folder and file.is_dir()) for file in files):
-        raise UserError(f"run_dir = {path} is not empty: wanted a new directory, or --resume to continue its run")
+        raise UserError(f"run_dir = {path} is not empty; wants a new directory, or --resume to continue its run")
 
 
 def _check_is_run(path: Path) -> None:
     """Raise UserError unless a run has begun in the directory."""
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path}: wanted a directory")
+        raise UserError(f"run_dir = {path}; wants a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):
-        raise UserError(f"run_dir = {path} holds no run to resume: wanted the directory of one")
+        raise UserError(f"run_dir = {path} holds no run to resume; wants the directory of a run")
 
 
 def _lines(metrics: Iterable[Metrics]) -> bytes:

@@ -81,10 +81,10 @@ def test_80_columns_have_room_for_the_longest_line(toy_config, monkeypatch):
 
 
 MISTAKES = {
-    "batch of more than the training set": (["--batch-size", "1438"], "batch_size = 1438: wanted at most 1437"),
+    "batch of more than the training set": (["--batch-size", "1438"], "batch_size = 1438; wants at most 1437"),
     "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is neither in nowhere"),
     "occupied run directory": (["--run-dir", "."], "run_dir = . is not empty"),
-    "no run to resume": (["--resume"], "resume = True: wanted run_dir as well"),
+    "no run to resume": (["--resume"], "resume = True; wants run_dir as well"),
 }
 
 
@@ -104,7 +104,7 @@ REFUSED = {
     "unknown experiment": (["alexnet"], "alexnet"),
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
-    "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0: wanted a whole number of at least 1"),
+    "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0; wants a whole number of at least 1"),
 }
 
 
@@ -118,7 +118,7 @@ def test_arguments_that_no_run_can_have_end_in_exit_code_2(args, message, capsys
 
 def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):
     assert train.main(["--resume"]) == 2
-    assert capsys.readouterr().err == "error: resume = True: wanted run_dir as well, to know which run\n"
+    assert capsys.readouterr().err == "error: resume = True; wants run_dir as well, which names the run\n"
 
 
 def test_help_lists_the_experiments(capsys):
@@ -224,7 +224,7 @@ def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path
 RESUMED_WRONGLY = {
     "another setting": (["--resume", "--seed", "7"], "(seed: saved 0, now 7): only epochs may increase"),
     "fewer epochs": (["--resume", "--epochs", "1"], "(epochs: saved 2, now 1)"),
-    "another experiment": (["lenet", "--resume"], "holds a run of toy: wanted one of lenet"),
+    "another experiment": (["lenet", "--resume"], "holds a run of toy; wants one of lenet"),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_run_resumes_with_its_own_settings_alone(args, message, run, capsys, m
 def test_a_directory_mistyped_is_not_trained_in(run, tmp_path, capsys):
     assert run("toy", "--resume") == run("--resume") == 2
     assert capsys.readouterr().err == 2 * (
-        f"error: run_dir = {tmp_path / 'run'} holds no run to resume: wanted the directory of one\n"
+        f"error: run_dir = {tmp_path / 'run'} holds no run to resume; wants the directory of a run\n"
     )
     assert not (tmp_path / "run").exists()
 

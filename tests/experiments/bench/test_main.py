@@ -92,7 +92,7 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["xyz"], "unknown case xyz: wanted all, ops, or some of lenet, conv2d,"),
+        (["xyz"], "unknown case xyz: wants all, ops, or some of lenet, conv2d,"),
         (["rleu"], "unknown case rleu: did you mean relu"),
         (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
         (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),

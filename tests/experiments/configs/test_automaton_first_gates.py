@@ -31,7 +31,7 @@ def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
 
 
 def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
-    with pytest.raises(ValueError, match="first_gates = 'returning': wanted another one: an automaton of one channel"):
+    with pytest.raises(ValueError, match="first_gates = 'returning'; wants another one: an automaton of one channel"):
         LifeConfig(first_gates="returning")
     monkeypatch.setattr(automaton_first_gates, "MOST_DRAWS", 1)
     with pytest.raises(ValueError, match="these wires gave no such start in 1 draws"):
@@ -58,6 +58,6 @@ def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch)
 
 def test_an_automaton_of_random_starts_is_not_begun_by_one():
     with pytest.raises(
-        ValueError, match="first_gates = 'separating': wanted another one: this automaton has more than"
+        ValueError, match="first_gates = 'separating'; wants another one: this automaton has more than"
     ):
         CheckerboardConfig(first_gates="separating")

@@ -38,5 +38,5 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
     ],
 )
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
-    with pytest.raises(UserError, match=f"^{field} = {value!r}: wanted {wanted}"):
+    with pytest.raises(UserError, match=f"^{field} = {value!r}; wants {wanted}"):
         LogicConfig(**{field: value})

@@ -113,15 +113,15 @@ def test_gzipped_files_read_the_same_as_plain_ones(tmp_path, contents):
 
 
 BROKEN_FILES = {
-    "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header: wanted 15680"),
-    "too long": (TEST_LABELS, lambda data: data + b"\0", "more bytes after the header: wanted 10"),
-    "empty": (TEST_IMAGES, lambda data: b"", "0 bytes: wanted at least 16"),
-    "wrong magic": (TEST_LABELS, lambda data: idx(np.arange(10), 0x0B01), "0x00000b01: wanted 0x00000801"),
-    "labels for images": (TEST_IMAGES, lambda data: idx(np.arange(20)), "0x00000801: wanted 0x00000803"),
-    "wrong image size": (TEST_IMAGES, lambda data: idx(np.zeros((10, 32, 32))), r"\(32, 32\): wanted \(28, 28\)"),
-    "no images": (TRAIN_IMAGES, lambda data: idx(np.zeros((0, 28, 28))), "0 items: wanted at least 1"),
-    "too few labels": (TRAIN_LABELS, lambda data: idx(np.zeros(19)), "19 labels: wanted 20"),
-    "label out of range": (TRAIN_LABELS, lambda data: idx([*range(19), 3]), "label 18: wanted labels from 0 to 9"),
+    "cut short": (TRAIN_IMAGES, lambda data: data[:-1], "15679 bytes after the header; wants 15680"),
+    "too long": (TEST_LABELS, lambda data: data + b"\0", "more bytes after the header; wants 10"),
+    "empty": (TEST_IMAGES, lambda data: b"", "0 bytes; wants at least 16"),
+    "wrong magic": (TEST_LABELS, lambda data: idx(np.arange(10), 0x0B01), "0x00000b01; wants 0x00000801"),
+    "labels for images": (TEST_IMAGES, lambda data: idx(np.arange(20)), "0x00000801; wants 0x00000803"),
+    "wrong image size": (TEST_IMAGES, lambda data: idx(np.zeros((10, 32, 32))), r"\(32, 32\); wants \(28, 28\)"),
+    "no images": (TRAIN_IMAGES, lambda data: idx(np.zeros((0, 28, 28))), "0 items; wants at least 1"),
+    "too few labels": (TRAIN_LABELS, lambda data: idx(np.zeros(19)), "19 labels; wants 20"),
+    "label out of range": (TRAIN_LABELS, lambda data: idx([*range(19), 3]), "label 18; wants labels from 0 to 9"),
 }
 
 
@@ -143,13 +143,13 @@ GZIP_DAMAGE = {
 def test_a_damaged_gzip_file_is_refused_by_name(damage, tmp_path, contents):
     path = write(tmp_path, contents, zipped=True) / f"{TRAIN_IMAGES}.gz"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path.name}: .*wanted a whole gzip file"):
+    with pytest.raises(ValueError, match=f"{path.name}: .*wants a whole gzip file"):
         load("mnist", tmp_path)
 
 
 BOMBS = {
-    "more than its header says": (np.array([0x0801, 10], ">u4"), "more bytes after the header: wanted 10"),
-    "a header of a terabyte": (np.array([0x0801, 2**32 - 1], ">u4"), "4294967295 items: .* at most 1000000"),
+    "more than its header says": (np.array([0x0801, 10], ">u4"), "more bytes after the header; wants 10"),
+    "a header of a terabyte": (np.array([0x0801, 2**32 - 1], ">u4"), "4294967295 items; .* at most 1000000"),
 }
 
 
@@ -172,7 +172,7 @@ def test_every_mirror_is_asked_over_https():
 def test_files_of_the_other_dataset_are_refused(tmp_path, contents, monkeypatch):
     folder = write(tmp_path, contents, zipped=True)
     monkeypatch.setattr(datasets, "MD5", {"mnist": {}, "fashion_mnist": md5_of(folder)})
-    with pytest.raises(ValueError, match="is a file of fashion_mnist: wanted one of mnist"):
+    with pytest.raises(ValueError, match="is a file of fashion_mnist; wants one of mnist"):
         load("mnist", folder)
 
 
@@ -244,11 +244,11 @@ def test_every_dataset_has_the_shape_that_it_is_said_to_have(tmp_path, contents,
 
 
 BROKEN_BATCHES = {
-    "cut short": (lambda data: data[:-1], "9218 bytes: wanted 3073 bytes per image"),
-    "too long": (lambda data: data + b"\0", "9220 bytes: wanted 3073 bytes per image"),
-    "empty": (lambda data: b"", "0 bytes: wanted 3073 bytes per image, and 1 to"),
-    "label out of range": (lambda data: b"\x0a" + data[1:], "label 10: wanted labels from 0 to 9"),
-    "of CIFAR-100": (lambda data: bytes(3074) * 3, "9222 bytes: wanted 3073"),
+    "cut short": (lambda data: data[:-1], "9218 bytes; wants 3073 bytes per image"),
+    "too long": (lambda data: data + b"\0", "9220 bytes; wants 3073 bytes per image"),
+    "empty": (lambda data: b"", "0 bytes; wants 3073 bytes per image, and 1 to"),
+    "label out of range": (lambda data: b"\x0a" + data[1:], "label 10; wants labels from 0 to 9"),
+    "of CIFAR-100": (lambda data: bytes(3074) * 3, "9222 bytes; wants 3073"),
 }
 
 
@@ -265,6 +265,6 @@ def test_a_missing_batch_is_named_with_where_it_is_wanted(name, tmp_path, batche
     del batches[name]
     with pytest.raises(FileNotFoundError) as error:
         load("cifar10", write(tmp_path, batches))
-    assert str(error.value).startswith(f"{name} is not in {tmp_path}: wanted CIFAR-10's") and "data_batch_2" in str(
+    assert str(error.value).startswith(f"{name} is not in {tmp_path}; wants CIFAR-10's") and "data_batch_2" in str(
         error.value
     )

@@ -220,7 +220,7 @@ def test_a_run_of_a_single_step_trains(toy_config):
 
 
 def test_a_batch_larger_than_the_training_set_is_refused(toy_config):
-    with pytest.raises(ValueError, match="batch_size = 101: wanted at most 100"):
+    with pytest.raises(ValueError, match="batch_size = 101; wants at most 100"):
         training.prepare(toy_config(batch_size=101), toy_config().load())
 
 

@@ -115,9 +115,9 @@ def test_a_relay_hands_on_all_but_the_end():
 
 
 MISTAKES = {
-    "one option": ("--process 1", "coordinator = None: wanted coordinator, process and processes, or none of them"),
-    "no port": ("--coordinator host --process 0 --processes 2", "coordinator = host: wanted HOST:PORT"),
-    "too large": ("--coordinator host:1 --process 2 --processes 2", "process = 2: wanted one from 0 to processes - 1"),
+    "one option": ("--process 1", "coordinator = None; wants coordinator, process and processes, or none of them"),
+    "no port": ("--coordinator host --process 0 --processes 2", "coordinator = host; wants HOST:PORT"),
+    "too large": ("--coordinator host:1 --process 2 --processes 2", "process = 2; wants one from 0 to processes - 1"),
 }
 
 

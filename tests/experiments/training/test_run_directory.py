@@ -156,7 +156,7 @@ def test_files_that_no_run_wrote_stay_as_they_are(toy_config, whole_run, tmp_pat
 @pytest.mark.parametrize("prepare", [lambda path: None, Path.mkdir], ids=["missing", "empty"])
 def test_there_is_nothing_to_resume_in_a_directory_without_a_run(toy_config, tmp_path, prepare):
     prepare(tmp_path / "typo")
-    with pytest.raises(ValueError, match="holds no run to resume: wanted the directory of one"):
+    with pytest.raises(ValueError, match="holds no run to resume; wants the directory of a run"):
         train.train(toy_config(run_dir=tmp_path / "typo", resume=True))
     assert not (tmp_path / "typo").exists() or list((tmp_path / "typo").iterdir()) == []
 
@@ -203,7 +203,7 @@ def test_a_run_ends_at_its_target_and_resuming_it_changes_nothing(toy_config, wh
 
 
 def test_a_new_run_does_not_touch_an_old_ones_directory(toy_config, whole_run):
-    with pytest.raises(ValueError, match="is not empty: wanted a new directory, or --resume"):
+    with pytest.raises(ValueError, match="is not empty; wants a new directory, or --resume"):
         train.train(toy_config(run_dir=whole_run))
 
 
@@ -267,7 +267,7 @@ def test_resuming_in_a_directory_that_holds_no_run_is_refused(toy_config, tmp_pa
 
 def test_a_run_directory_that_is_a_file_is_refused(toy_config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="wanted a directory"):
+    with pytest.raises(ValueError, match="wants a directory"):
         train.train(toy_config(run_dir=tmp_path / "file"))
 
 
