@@ -116,17 +116,17 @@ class AutomatonConfig(TrainingConfig):
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW. None: set by the recipe."""
     pass_through: Annotated[float | None, Range()] = None
-    """How surely gates first pass on one input: `residual_logit` of jaxbp.initial_logits. None: set by the recipe."""
+    """Initial logit of passing on an input: `residual_logit` of jaxbp.initial_logits. None: set by the recipe."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
     """Share of hard gates at the last update. They have the gradients of relaxed gates. None: set by the recipe."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
     """Share of a state's values that are rounded before each tick, straight through. None: set by the recipe."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight, at the last update, of the variance of the gates' truth tables. None: set by the recipe."""
+    """Weight of the gates' uncertainty in the loss, at the last update. None: set by the recipe."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of updates with `hard_share` and `certainty` at 0, before they grow linearly. None: set by the recipe."""
+    """Share of updates before `hard_share` and `certainty` start to grow linearly from 0. None: set by the recipe."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Input that gates first pass on: a, or random; a channel may return, or cells differ. None: set by the recipe."""
+    """Initial input that gates pass on: see automaton_first_gates.py for the choices. None: set by the recipe."""
     shrink: Annotated[int | None, Range(1)] = None
     """Factor by which the grid of training is smaller, and its ticks fewer. None: set by the recipe."""
     restart_after: Annotated[int | None, Range()] = None

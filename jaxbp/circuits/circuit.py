@@ -86,7 +86,7 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
     The result is a NumPy array if x is one, else a JAX array.
 
     Args:
-      gates: the numbers of the gates, such as `jaxbp.harden` returns.
+      gates: the number of each gate's function, 0 to 15, as `jaxbp.harden` returns.
     """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
@@ -103,7 +103,7 @@ _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(n
 
 
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
-    """Return the numbers of a layer's gates, on the host.
+    """Return the number of each gate's function in a layer, on the host.
 
     Raises:
       ValueError: the gates are not from 0 to 15, or not of this shape.
@@ -121,7 +121,7 @@ class Circuit:
     """Layers of hardened gates.
 
     Attributes:
-      layers: for each layer, the numbers of its gates and its wires, on the host.
+      layers: for each layer, the numbers of its gates' functions and its wires, on the host.
     """
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
@@ -131,7 +131,7 @@ class Circuit:
         """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
 
         Raises:
-          ValueError: there are no layers; numbers of gates are not from 0 to 15; a layer does not have one number per
+          ValueError: there are no layers; a gate's function is not from 0 to 15; a layer does not have one number per
             gate of its wires; or a layer reads another number of inputs than the layer before has gates.
         """
         host = []
@@ -172,7 +172,7 @@ class Circuit:
         return x
 
     def histogram(self) -> np.ndarray:
-        """Count the gates of each number in each layer: `(layers, 16)`."""
+        """Count the gates with each of the 16 functions in each layer: `(layers, 16)`."""
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:

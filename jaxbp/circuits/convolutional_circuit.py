@@ -94,7 +94,7 @@ class Convolution:
         """Return the values of the kernels' roots, `(kernels, ...)`, given the values of their leaves,
         `(kernels, leaves, ...)`.
 
-        `of_gates` maps the numbers of gates and the values of their two inputs to the values of the gates.
+        `of_gates` maps the numbers of the gates' functions and the values of their two inputs to the values of the gates.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -171,7 +171,7 @@ class ConvolutionalCircuit:
 
         Raises:
           TypeError: an option is unknown.
-          ValueError: the shape is not three positive integers; there are no convolutions; numbers of gates are not from
+          ValueError: the shape is not three positive integers; there are no convolutions; a gate's function is not from
             0 to 15; a convolution or layer does not have one number per gate of its wires; an option has a wrong value;
             a convolution reads another number of channels than its input has; a window is larger than its input; or a
             layer reads another number of inputs than the part before has outputs.
@@ -225,7 +225,8 @@ class ConvolutionalCircuit:
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Count the gates of each number in each convolution and layer: `(layers, 16)`. A kernel counts once."""
+        """Count the gates with each of the 16 functions in each convolution and layer: `(layers, 16)`. A kernel counts
+        once."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 

@@ -69,7 +69,7 @@ class Gates(nnx.Module):
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 
     def harden(self) -> Array:
-        """Return the numbers of the gates' most probable functions."""
+        """Return the number of each gate's most probable function."""
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, **options):

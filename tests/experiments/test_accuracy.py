@@ -68,7 +68,8 @@ REDUCING = {
     ),
     "mlp_softmax_cross_entropy": (ENTRIES["mlp_softmax_cross_entropy"], ENTRIES["mlp_softmax_cross_entropy"].small),
 }
-"""Ops that could save what is rounded, or round what they add up. For all: `python -m experiments.check --accuracy`."""
+"""Ops that could save rounded values or round the terms of sums. `python -m experiments.check --accuracy` measures all
+ops."""
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 10.0), ("float32", 1e2)])

@@ -57,7 +57,5 @@ def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch)
 
 
 def test_an_automaton_of_random_starts_is_not_begun_by_one():
-    with pytest.raises(
-        ValueError, match="first_gates = 'separating'; wants another one: this automaton has more than"
-    ):
+    with pytest.raises(ValueError, match="first_gates = 'separating'; wants another one: this automaton has more than"):
         CheckerboardConfig(first_gates="separating")

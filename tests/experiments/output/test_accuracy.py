@@ -49,7 +49,7 @@ SLIGHTLY_BEYOND = {
     ("batch_norm_backward", "bfloat16", "pallas"): 1.06,
     ("batch_norm_backward", "float16", "xla"): 1.05,
 }
-"""To be mended: at most as far beyond what is allowed as this."""
+"""Known faults -> the largest permitted ratio of the error to the allowed error."""
 
 
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():

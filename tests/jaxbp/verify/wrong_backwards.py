@@ -1,7 +1,6 @@
-"""Wrong backwards that were published, each as a small pair: what a check must catch.
+"""Wrong backwards from other projects and common texts, each rewritten as a small pair. A check must catch all of them.
 
-Each was reported in the tracker of another project, or stands in common texts; the code is our own. The page
-docs/wrong_backwards.md is made of it:
+This command writes docs/wrong_backwards.md:
 
     PYTHONPATH=. python tests/jaxbp/verify/wrong_backwards.py > docs/wrong_backwards.md
 """
@@ -20,16 +19,16 @@ from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 
 @dataclasses.dataclass(frozen=True)
 class WrongBackward:
-    """A forward and a backward of it that is wrong.
+    """A forward with a wrong backward.
 
     Attributes:
-      op: its name.
-      source: where it was reported.
-      slip: what is wrong.
+      op: the name of the op.
+      source: the issue in which the mistake was reported.
+      slip: the mistake.
       forward, backward: the pair.
-      shapes: of the arguments.
-      settings: of the check.
-      positive: whether the arguments are.
+      shapes: the shapes of the arguments.
+      settings: arguments of `check`.
+      positive: whether the arguments are positive.
     """
 
     op: str
@@ -60,7 +59,7 @@ class WrongBackward:
 
 
 def said(row: CheckRow) -> str:
-    """A failure without its figures: they differ in the last digit from machine to machine."""
+    """Describe a failure without numbers, because their last digits differ between machines."""
     return "; ".join(filter(None, (f"`{row.argument}`, {row.data}", row.reason)))
 
 
@@ -79,7 +78,7 @@ def normalized(x):
 
 
 def layer_norm_backward(mean, dy, x, scale, bias):
-    """Right, with the mean over the features for `mean`."""
+    """Return the gradients of `layer_norm`, which are correct if `mean` is the mean over the features."""
     xhat, inv_std = normalized(x)
     t = dy * scale
     return inv_std * (t - mean(t) - xhat * mean(t * xhat)), (dy * xhat).sum(axis=0), dy.sum(axis=0)
@@ -105,7 +104,7 @@ def layer_norm_diagonal(dy, x, scale, bias):
 
 
 def layer_norm_other_scale(dy, x, scale, bias):
-    """x is found again from y, with the scale of the row's number."""
+    """Recompute x̂ from y, but read scale and bias at the row's index."""
     y = layer_norm(x, scale, bias)
     rows = jnp.arange(x.shape[0]) % scale.size
     xhat = (y - bias[rows][:, None]) / scale[rows][:, None]
@@ -165,7 +164,8 @@ def group_norm_of_last_axis(dy, x):
 
 
 def attention(scores, v):
-    """Linear and causal. Of two devices one has the first and the last row of y, so that both have as much to do."""
+    """Compute causal linear attention on two devices. The first has the first and the last row of y, so that both have
+    equal work."""
     y = jnp.tril(scores) @ v
     return jnp.concatenate([y[:1], y[3:], y[1:3]])
 
@@ -186,7 +186,7 @@ def trace_by_stride(dy, x):
 
 
 def decayed(x, a):
-    """y_i = Σ_{j <= i} exp(a_i - a_j) x_j."""
+    """Compute `y_i = Σ_{j <= i} exp(a_i - a_j) x_j`."""
     return jnp.tril(jnp.exp(a[:, None] - a)) @ x
 
 
@@ -335,13 +335,13 @@ def causal_attention(q, k, v):
 
 
 def dilated(x, w):
-    """y_l = w_0 x_{l-2} + w_1 x_l + w_2 x_{l+2}, with zeros beyond the ends."""
+    """Compute `y_l = w_0 x_{l-2} + w_1 x_l + w_2 x_{l+2}`, with zeros beyond the ends."""
     wide = jnp.pad(x, 2)
     return sum(w[i] * wide[2 * i : 2 * i + x.size] for i in range(3))
 
 
 def dilated_overwritten(dy, x, w):
-    """The three contributions to an element are stored, and only the last stays."""
+    """Store the three contributions to an element instead of adding them, so that only the last one remains."""
     at = np.arange(x.size)
     dx = jnp.zeros(x.size + 4, x.dtype)
     for i in range(3):
@@ -351,7 +351,7 @@ def dilated_overwritten(dy, x, w):
 
 
 def sum_over_filters(x, w):
-    """y_f = Σ_c w_fc x_c."""
+    """Compute `y_f = Σ_c w_fc x_c`."""
     return w @ x
 
 
@@ -365,7 +365,7 @@ def batch_norm(x):
 
 
 def batch_norm_dy_once(dy, x):
-    """N dy - Σ dy - x̂ Σ dy x̂, with dy in place of N dy."""
+    """Compute `N dy - Σ dy - x̂ Σ dy x̂`, but with dy instead of N dy."""
     centred = x - x.mean(axis=0)
     inv_std = jax.lax.rsqrt((centred**2).mean(axis=0) + 1e-5)
     xhat = centred * inv_std
@@ -381,7 +381,8 @@ def scattered_columns_zero(dy, x, y):
 
 
 def i0(x):
-    """Its integral over half a period: `jax.scipy.special.i0` has the slope 1 at 0 before JAX 0.11."""
+    """Compute I₀ by its integral over half a period, because `jax.scipy.special.i0` has the slope 1 at 0 before JAX
+    0.11."""
     cosines = np.cos((np.arange(64) + 0.5) * (np.pi / 64))
     return jnp.mean(jnp.exp(x[..., None] * jnp.asarray(cosines, x.dtype)), axis=-1)
 
@@ -391,7 +392,7 @@ def drift(x):
 
 
 def drift_row_sum(dy, x):
-    """All elements of a row get the sum of its diagonal terms."""
+    """Give each element of a row the sum of the row's diagonal terms."""
     own = dy * (jnp.cos(x) * x.sum(axis=-1, keepdims=True) + jnp.sin(x))
     return jnp.broadcast_to(own.sum(axis=-1, keepdims=True), x.shape)
 

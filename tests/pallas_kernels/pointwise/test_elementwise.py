@@ -69,7 +69,7 @@ def test_every_broadcast_lowers_for_cuda(name, dtype):
 
 
 NEED_PADDING = {"smaller than a vector", "columns of one and rows of one", "a number"}
-"""Nothing else is filled up to whole vectors."""
+"""The only cases whose arrays are padded to whole vectors."""
 
 
 def test_integers_stay_integers():
