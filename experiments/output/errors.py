@@ -17,7 +17,8 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names the setting or file, its value, and the value that it wants.
+    """An invalid setting or file from the user. The message names the setting or file, its value, and the wanted
+    value.
 
     A separate class is needed because a `ValueError` from a model or an op under development should show a traceback.
     """
