@@ -156,7 +156,7 @@ def _through(step, state, start, length, *, unroll):
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
     """Return the carry after the backward of `length` steps. `state` is the state before the first of these steps,
-    `start`. The later states are recomputed."""
+    `start`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -415,7 +415,7 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None in place of every array that is not floating. Such an array has no gradient."""
+    """Return the tree with None in place of every array that is not floating."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

@@ -17,7 +17,7 @@ The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernel
 follows each convolution. The layers of gates are the same. The network for digits has two convolutions, the first with
 stride 2, and two layers of gates.
 
-Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+Source: as in `jaxbp.logic_conv2d`.
 """
 
 import dataclasses

@@ -77,7 +77,6 @@ class FixedArgument:
         return _fixed(self)
 
     def made(self) -> Wires | TreeWires | Automaton:
-        """Evaluate `code`."""
         return eval(self.code, {"jaxbp": jaxbp})
 
 
@@ -159,7 +158,6 @@ class Case:
 
     @property
     def leaves(self) -> list[Argument | FixedArgument]:
-        """The leaves of all arguments."""
         return jax.tree.leaves(self.arguments)
 
     @property

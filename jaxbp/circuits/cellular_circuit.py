@@ -267,7 +267,6 @@ class CellularCircuit:
         return np.stack([unpack_grid(words, state.shape[2]) for words in self._run(state, ticks, fire_rate, seed)])
 
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
-        """Yield the packed initial state, and then the packed state after each tick."""
         self._check(state)
         checks.count("CellularCircuit", "ticks", ticks, at_least=0)
         if not 0 <= fire_rate <= 1 or (fire_rate < 1 and seed is None):

@@ -281,8 +281,7 @@ class ConvolutionalCircuit:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Words and classes are as in `Circuit.to_c`. The source has each simplified kernel once, in a loop over the
-        windows of the pool. The loop computes all positions of a window for 16 words at a time. The simplified layers
-        are tables of gates.
+        windows of the pool. The simplified layers are tables of gates.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
@@ -310,8 +309,7 @@ class ConvolutionalCircuit:
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
         """Return Verilog of the module `{name}`, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
 
-        Each convolution and each layer is a separate module. The module of a convolution instantiates the module of its
-        kernels in generate loops. Each part is simplified separately.
+        Each convolution and each layer is a separate module. Each part is simplified separately.
 
         Args:
           pipelined: whether to put registers after every layer, and after every convolution with its pool. The module

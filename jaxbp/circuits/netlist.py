@@ -186,8 +186,7 @@ class Netlist:
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as in `Circuit.to_c`.
 
-        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`. After the last gate that reads a
-        value, the memory of the value is used for another one.
+        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()

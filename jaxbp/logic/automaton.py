@@ -41,13 +41,12 @@ class Automaton:
       update: the wires of each update layer.
       order: for each update layer, an order of its gates. If the lanes of a kernel compute the gates in this order,
         neighboring lanes read different banks of shared memory. The first row has the gate at each position of this
-        order, and the second row has the position of each gate. The order is computed once, on the host, like the
-        wires.
+        order, and the second row has the position of each gate.
       channels: the number of channels of a cell.
       kernels: the number of perception circuits.
       periodic: whether opposite borders of the grid meet.
 
-    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+    Source: as in `jaxbp.automaton_step`.
     """
 
     perception: tuple[Wires, ...]

@@ -118,7 +118,7 @@ class TreeWires:
         Raises:
           ValueError: a count is below 1.
 
-        Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+        Source: as in `jaxbp.logic_conv2d`.
         """
         op = "TreeWires.random"
         channels, kernels = checks.count(op, "channels", channels), checks.count(op, "kernels", kernels)

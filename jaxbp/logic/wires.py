@@ -152,7 +152,7 @@ class Wires:
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
 
-        Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
+        Source: as in `jaxbp.gate_layer`.
         """
         inputs = checks.count("Wires.unique", "inputs", inputs, at_least=2)
         gates = checks.count("Wires.unique", "gates", gates)
@@ -185,7 +185,7 @@ class Wires:
         Args:
           seed: the seed of the gates' order; None for the order of the cells.
 
-        Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
+        Source: as in `jaxbp.automaton_step`.
         """
         neighbours = np.array([0, 1, 2, 3, 5, 6, 7, 8])
         if seed is not None:

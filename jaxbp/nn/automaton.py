@@ -32,7 +32,7 @@ class LogicAutomaton(nnx.Module):
     Raises:
       ValueError: as in `Automaton.create`.
 
-    Source: P. Miotti et al., "Differentiable logic cellular automata", 2025, whose residual logit is 10.
+    Source: as in `jaxbp.automaton_step`, with a residual logit of 10.
     """
 
     def __init__(

@@ -1,10 +1,6 @@
 """LeNet-5 on 28 x 28 images, and the tensors that its backward keeps in memory.
 
-The backward is a chain of 21 steps. Each step computes the gradient with respect to one of these arrays, in this order:
-the logits (by the loss); weights, bias and input of fc3, and the input of the ReLU after fc2; weights, bias and input
-of fc2, and the input of the ReLU after fc1; weights, bias and input of fc1; the inputs of max-pool 2 and of ReLU 2;
-weights, bias and input of conv2; the inputs of max-pool 1 and of ReLU 1; weights and bias of conv1. The gradient with
-respect to the images is a 22nd step, which is computed only when requested.
+The backward is a chain of 21 steps, which docs/runs.md lists.
 """
 
 import dataclasses

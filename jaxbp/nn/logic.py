@@ -117,7 +117,7 @@ class LogicNetwork(nnx.Module):
     Raises:
       ValueError: tau is not a number above 0, or `wiring` cannot make layers of these widths.
 
-    Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022.
+    Source: as in `jaxbp.gate_layer`.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class LogicConv2d(Gates):
     Raises:
       TypeError: the wires are not `TreeWires`.
 
-    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    Source: as in `jaxbp.logic_conv2d`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LogicConvNetwork(nnx.Module):
       ValueError: the shape is not three positive integers, there are no convolutions, or `wiring` cannot make layers of
         these widths.
 
-    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    Source: as in `jaxbp.logic_conv2d`.
     """
 
     def __init__(

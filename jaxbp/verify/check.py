@@ -101,7 +101,7 @@ def check(
         arguments and their options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
       most_elements: the number of elements per argument that finite differences move, evenly spread. The other elements
-        are compared with autodiff. With the default, a check takes a few seconds. The row states the number.
+        are compared with autodiff. The row states the number.
       gradient_of: a function of the same arguments and options, for a backward that is deliberately not the forward's
         gradient. The backward must be the derivative of this function:
         `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and "autodiff", which has

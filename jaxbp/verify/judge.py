@@ -45,7 +45,7 @@ ROUNDINGS = 16
 """The largest distance at which a kink counts as near the data, as a number of roundings of an argument's largest
 element."""
 NEIGHBOURS = 16
-"""The number of random points around the data. If the gradients at these points differ, there is a kink."""
+"""The number of random points around the data."""
 KINK_RTOL = 1e-12
 """The largest distance of a kink that counts as exactly at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
@@ -259,9 +259,8 @@ class Judge:
     def _jump(self, point, order, i, around, indices, limit):
         """Return which elements of the i-th gradient have a kink between the point and a nearby point.
 
-        At a kink, the gradient jumps. Each element is tested between the point and the two nearby points at which it
-        changes most. If there are too many elements, a sample is tested. If all elements of the sample jump, all
-        elements are assumed to jump.
+        Each element is tested between the point and the two nearby points at which it changes most. If there are too
+        many elements, a sample is tested. If all elements of the sample jump, all elements are assumed to jump.
         """
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))

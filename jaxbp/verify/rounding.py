@@ -80,8 +80,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
     In each of the `runs`, the result of each operation is moved by at most `roundings` times its rounding error in
     `dtype`, unless the operation is exact. How far it moves depends only on the operands, because equal operations
-    round equally on any machine. Two equal numbers therefore stay equal if they were computed from equal operands. They
-    do not stay equal if two different sums happened to be equal.
+    round equally on any machine. Two equal numbers therefore stay equal if they were computed from equal operands.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]

@@ -217,8 +217,6 @@ class Study:
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
         """Yield rows that compare values and gradients outside `jit`, under `vmap` and `jax.checkpoint`, and with one
         array passed as several arguments.
-
-        The arguments that one array replaces are a group in `Study.same`.
         """
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]

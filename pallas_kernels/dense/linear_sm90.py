@@ -4,7 +4,7 @@
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
 Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. Both products use the
-pipeline of `linear_product_sm90`, to which they add the copies, the products of a step, and the epilogue.
+pipeline of `linear_product_sm90`.
 
 For z, the consumers use the ping-pong schedule, and copy a tile to device memory through shared memory. For dw, a CTA
 has a single tile or tiles of hundreds of steps. The consumers then use the cooperative schedule.

@@ -126,7 +126,7 @@ def _with_residues(octets, readers, roles):
     for few bank conflicts.
 
     The octets are visited one after another. In each octet, gates exchange residues as long as an exchange lowers the
-    cost. The residues in all other octets are fixed meanwhile.
+    cost.
 
     Args:
       octets: the result of `_octets`.

@@ -3,9 +3,8 @@
 
 Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
 one block of examples. It evaluates the kernel's tree in registers, which also hold the tree's coefficients and the
-positions of its leaves. For each leaf and position, the CTA reads one vector of examples. There are few channels, so
-these vectors come from device memory once, and then from the caches. With an or-pool, the CTA evaluates the tree at all
-positions of a pooling window, and writes the largest value and its index.
+positions of its leaves. For each leaf and position, the CTA reads one vector of examples. With an or-pool, the CTA
+evaluates the tree at all positions of a pooling window, and writes the largest value and its index.
 
 For each pooling window, a CTA of `leaf_gradients` recomputes the tree at the position that this index selects. It sums
 the gradients with respect to the coefficients in registers, and writes the gradients with respect to the leaves to

@@ -104,8 +104,7 @@ def _gradients(dy, saved, *, precision):
 # --------------------------------------------------------------------------------------------------------- the kernels
 # The kernels take the outputs of a hidden layer as wide rows, one row per example. In a wide row, the number 1 follows
 # the outputs. The product of the gradients dz and these rows is then dw with one more column, which is db. After the 1,
-# zeros pad the row to the size that the tensor cores need. In x, the batch is the last axis. The functions below
-# compute the same as the kernels in jnp.
+# zeros pad the row to the size that the tensor cores need. In x, the batch is the last axis.
 
 
 class WideRows(NamedTuple):

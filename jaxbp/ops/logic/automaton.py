@@ -1,9 +1,7 @@
 """Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
 
 As in `gate_layer`, one `Pair` maps the parameters of the gates to coefficients, and a second `Pair` computes the ticks
-from the coefficients. The backward of the second pair computes the gradients of the ticks from the last to the first.
-It uses the states that the forward kept (`jaxbp.checkpointing`). It sums the gradients with respect to the coefficients
-over the cells, then over the ticks.
+from the coefficients. The backward of the second pair uses the states that the forward kept (`jaxbp.checkpointing`).
 """
 
 import functools

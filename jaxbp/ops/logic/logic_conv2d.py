@@ -241,7 +241,6 @@ def logic_conv2d_backward(
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
     dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
-    The values of the gates are recomputed.
 
     Args:
       dy: gradient with respect to y, in x's dtype.
@@ -285,7 +284,7 @@ def logic_conv2d_or_pool2d(
     Raises:
       TypeError, ValueError: as in `logic_conv2d`.
 
-    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    Source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
@@ -335,8 +334,6 @@ def logic_conv2d_or_pool2d_backward(
     """Gradients of `logic_conv2d_or_pool2d`. They are the gradients of `logic_conv2d_backward`, if dy of each window is
     placed at its selected position.
 
-    Only the tree at that position is recomputed.
-
     Args:
       dy: gradient with respect to y, in x's dtype.
       indices: as returned by `logic_conv2d_or_pool2d_with_indices`. For values outside of the window, the result is
@@ -374,7 +371,7 @@ def logic_or_pool2d(
     Raises:
       TypeError, ValueError: as in `max_pool2d`.
 
-    Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
+    Source: as in `logic_conv2d`.
     """
     return max_pool2d.pool("logic_or_pool2d", x, pool, stride, padding, implementation)[0]
 

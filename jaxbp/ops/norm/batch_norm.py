@@ -134,8 +134,7 @@ def batch_norm_backward(
     with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
 
     Returns:
-      (dx, dscale, dbias). This function computes the statistics from x. If `batch_norm` is differentiated, it saves
-      them.
+      (dx, dscale, dbias).
 
     Raises:
       TypeError, ValueError: as in `batch_norm`.
