@@ -19,7 +19,7 @@ SUMS = "reduce_sum reduce_window_sum reduce_prod cumsum cumprod cumlogsumexp psu
 FUNCTIONS = "exp exp2 expm1 log log1p logistic tanh sin cos tan erf erfc erf_inv rsqrt sqrt cbrt pow div integer_pow"
 PRIMITIVES = {
     "sums": {*SUMS.split(), "select_and_scatter_add", "wgmma_ref"},
-    # Loops over the terms of a sum consist of these, in kernels too.
+    # Kernels and formulas also compute sums by loops of these operations.
     "terms": {"add", "sub"},
     # XLA's products add up in float32, and round to the dtype of their result.
     "products": {"dot_general", "conv_general_dilated", "ragged_dot_general"},

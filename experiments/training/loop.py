@@ -72,7 +72,7 @@ class Metrics(NamedTuple):
 
 
 MOST_SKIPPED = 50
-"""Most consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
+"""Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between runs with the same settings. All other metrics have the same bits."""
 

@@ -32,7 +32,7 @@ class Wires:
       consumers: the consumers of all inputs, one input after the other.
       partners: for each consumer, the input that its gate reads in the other role.
       offsets: for each input and each role, the index in `consumers` at which the consumers of the input in this role
-        begin. One more element has the length of `consumers`.
+        begin. The last element is the length of `consumers`.
       trail: three rows: the gates in another order, called the trail, and the inputs a and b of each of these gates. In
         this order, most neighboring gates share an input. Kernels compute gates in this order, because an input is then
         often still in the cache.
@@ -41,8 +41,7 @@ class Wires:
       trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Each
         gate of the trail leads from one of its inputs to the other. Among the consumers of an input, the gates that
         lead away from the input come first.
-      trail_places: for each gate, the index in `trail_consumers` of the consumer that has the role of the input from
-        which the gate leads.
+      trail_places: for each gate, the index in `trail_consumers` at which the trail leaves an input through this gate.
       inputs: the number of inputs, including those that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """

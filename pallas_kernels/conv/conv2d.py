@@ -27,8 +27,7 @@ _MAX_ACCUMULATORS = 160
 """Maximum number of sums that a thread keeps in registers. A thread has 255 registers, and needs some of them for
 operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum number of filter positions that a kernel unrolls. Compile time grows with this number. Chosen by hand; not
-tuned."""
+"""Maximum number of filter positions that a kernel unrolls. Compile time grows with this number. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Number of CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
 

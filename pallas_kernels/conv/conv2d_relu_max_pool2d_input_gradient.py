@@ -4,6 +4,8 @@ Each lane has one example, and each weight is broadcast to all lanes. The input 
 window's size. A CTA computes dx for adjacent cells in one row of cells, and keeps the sums in registers. For every
 window whose filters reach these cells, it reads dy and the index of the maximum. It multiplies the filters by dy at the
 position of the maximum, and by zero at the window's other positions. It writes each position of dx once.
+
+As in the forward, windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses

@@ -5,6 +5,8 @@ computes them for one split, which is a part of the windows and of the batch. Fo
 index of the maximum, and the patch of x under the window. It multiplies dy by the part of the patch that the filter
 covers at the position of the maximum. At the end, it adds up the lanes of each sum through shared memory. XLA then adds
 the sums of all splits.
+
+As in the forward, windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses

@@ -92,7 +92,7 @@ def _unsupported_memory(rows: int) -> str | None:
 _GATES = SUMMED_ROWS // _GATE_SUMS
 """Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Most lane blocks per CTA. Not tuned."""
+"""Maximum number of lane blocks per CTA. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +187,8 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Most examples per CTA. With more examples, there are fewer sums over lanes and fewer loads of indices. Half this
-number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of examples per CTA. With more examples, there are fewer sums over lanes and fewer loads of indices.
+Half this number was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,10 +259,11 @@ def gradients_by_input(
 _TRAIL_CONSUMERS = (2, 4)
 """The numbers of consumers per input that the kernel supports."""
 _TRAIL_BLOCKS = 8
-"""Most lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower:
+docs/lab/2026-11-22-logic.md."""
 _TRAIL_BYTES = 64
-"""Most bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane blocks. Chosen
-by hand; not tuned."""
+"""Maximum number of bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane
+blocks. Not tuned."""
 _TRAIL_LOAD_BYTES = 4
 """Bytes that a thread loads at once: one example in float32, two in half precision. With one example per load in half
 precision, threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
@@ -370,9 +371,9 @@ _L2_SHARE = 0.8
 """If x takes at most this fraction of the L2 cache, it counts as fitting in the cache. x is read in random order and
 should stay in the cache, while dy is read once. The measurement is not documented."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Most inputs per CTA, and most consumers per input that a CTA reads at a time. If some inputs have more consumers, a
-CTA reads two consumers per input at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the effect of these
-numbers); not tuned."""
+"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at a time. If some inputs have more
+consumers, a CTA reads two consumers per input at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the
+effect of these numbers); not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

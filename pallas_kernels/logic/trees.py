@@ -40,25 +40,25 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 _MAX_LEAVES = 16
-"""Most leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Maximum number of leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Most positions per pooling window. The tree is evaluated at one position after another in unrolled code. Chosen by
-hand, for windows up to 3 x 3; not tuned."""
+"""Maximum number of positions per pooling window. The tree is evaluated at one position after another in unrolled code.
+Chosen by hand, for windows up to 3 x 3; not tuned."""
 _PROGRAMS = 4
 """Wanted number of CTAs of `leaf_gradients` per multiprocessor. If a thread has 128 registers, four CTAs fill the 65536
 registers of a multiprocessor."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Most windows whose leaves a CTA of `leaf_gradients` reads at once. Chosen by hand; not timed separately
+"""Maximum number of windows whose leaves a CTA of `leaf_gradients` reads at once. Chosen by hand; not timed separately
 (docs/lab/2026-11-22-trees.md)."""
 _BAND_BYTES = 17 * 1024
-"""Most bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient` computes.
-With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even smaller
-bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient`
+computes. With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even
+smaller bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted number of bands per multiprocessor, if images have enough rows. Several CTAs are needed because each waits for
 memory most of the time. Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Most pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not
+"""Maximum number of pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Not
 tuned."""
 
 
@@ -445,7 +445,7 @@ class _Bands:
           rows: number of rows of pooling windows.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # The first row of pooling windows in whose last position the leaf reads the band's first row or a later row.
+        # In the last position of this row of pooling windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last

@@ -29,14 +29,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Most columns for which a CTA sums the gradients of scale and bias in registers. The sums take 32 of a thread's 255
-registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Not tuned."""
+"""Maximum number of columns for which a CTA sums the gradients of scale and bias in registers. The sums take 32 of a
+thread's 255 registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Not tuned."""
 _SUMMED_ROWS = 32
-"""Most rows per CTA of `gradients`. With more rows per CTA, there would be fewer CTAs to hide each other's latency.
-Not tuned."""
+"""Maximum number of rows per CTA of `gradients`. With more rows per CTA, there would be fewer CTAs to hide each other's
+latency. Not tuned."""
 _PROGRAMS = 4
-"""CTAs of `gradients` have more than one row only if there are at least this number of CTAs per multiprocessor. Chosen
-by hand; not tuned."""
+"""CTAs of `gradients` have more than one row only if there are at least this number of CTAs per multiprocessor. Not
+tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

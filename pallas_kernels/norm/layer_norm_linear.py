@@ -30,7 +30,7 @@ _MIN_OUTPUTS = 16
 """Fewest outputs per CTA. A CTA's sums are written to memory and read again. With this number of outputs, the sums have
 few bytes compared with s. Not tuned."""
 _LOADED_OUTPUTS = 4
-"""Most outputs whose s and w a CTA loads at once. Not tuned."""
+"""Maximum number of outputs whose s and w a CTA loads at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

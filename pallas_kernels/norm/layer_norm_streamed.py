@@ -26,8 +26,8 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Most bytes of shared memory for the rings of all CTAs on a multiprocessor. The number is from the sweeps in
-docs/lab/2026-11-21-norm.md on an H200, whose multiprocessors have 228 KiB each (CUDA C++ Programming Guide, compute
+"""Maximum number of bytes of shared memory for the rings of all CTAs on a multiprocessor. The number is from the sweeps
+in docs/lab/2026-11-21-norm.md on an H200, whose multiprocessors have 228 KiB each (CUDA C++ Programming Guide, compute
 capabilities)."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA in addition to those that the CTA may use (CUDA C++ Programming

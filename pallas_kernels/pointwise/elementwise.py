@@ -24,10 +24,10 @@ _ELEMENTS = (8, 4, 2, 1)
 """Candidates for the number of elements per thread. `_heuristic` takes the largest candidate for which there are at
 least `_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Most elements per thread if every candidate gives fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
+"""Maximum number of elements per thread if every candidate gives fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Most elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), which
-are two elements of float32. Only vectors with the same number of elements per load can be combined."""
+"""Maximum number of elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided
+layout), which are two elements of float32. Only vectors with the same number of elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
 """Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 ALIGNMENT = 4

@@ -31,10 +31,10 @@ _WANTED_PROGRAMS = 2048
 """Wanted number of CTAs, if the sums are long enough: several per multiprocessor of the devices in `core/device.py`.
 More CTAs were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Most elements of a vector per thread, for sums along rows and for sums along columns. Along a row, a thread adds up
-its elements. Along columns, it keeps one sum per element. Not tuned."""
+"""Maximum number of elements of a vector per thread, for sums along rows and for sums along columns. Along a row, a
+thread adds up its elements. Along columns, it keeps one sum per element. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Most elements per thread with mixed dtypes, as in elementwise.py."""
+"""Maximum number of elements per thread with mixed dtypes, as in elementwise.py."""
 
 
 @dataclasses.dataclass(frozen=True)

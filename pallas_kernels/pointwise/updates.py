@@ -27,8 +27,7 @@ _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
 """Number of elements of each list that a thread computes, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16
-elements, half-precision moments, converted to float32, would take most of a thread's registers. Chosen by hand; not
-tuned."""
+elements, half-precision moments, converted to float32, would take most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 _MAX_ELEMENTS = 2**19
@@ -36,8 +35,8 @@ _MAX_ELEMENTS = 2**19
 time of a launch hardly matters. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Most arrays per launch. Each array has a case in the switches, and the compile time grows faster than the number of
-arrays. Not tuned."""
+"""Maximum number of arrays per launch. Each array has a case in the switches, and the compile time grows faster than
+the number of arrays. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of arrays that the kernel supports. It computes in float32."""
 

@@ -26,23 +26,22 @@ _CELLS = (2 * _SLICE, _SLICE, 2, 1)
 A third slice would not fit in shared memory. Groups of fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Latency per group of cells, as the number of cells that could be computed during this time. Chosen by hand; not
-tuned."""
+"""Latency per group of cells, as the number of cells that could be computed during this time. Not tuned."""
 WARPGROUPS = 2
 """Largest number of warpgroups per CTA. All of them access the CTA's rows in shared memory, and each computes a part of
 every layer. One warpgroup was slower on large grids of cells: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Most registers per thread for the sums of the coefficients' gradients. The sums and the values of a step then fit in
-255 registers together. Not tuned."""
+"""Maximum number of registers per thread for the sums of the coefficients' gradients. The sums and the values of a step
+then fit in 255 registers together. Not tuned."""
 _FORWARD_PROGRAMS = 2
-"""Most CTAs of the forward per multiprocessor. Three and four CTAs were no faster:
+"""Maximum number of CTAs of the forward per multiprocessor. Three and four CTAs were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
 """Bytes of shared memory per CTA that are left to Mosaic GPU. Chosen by hand; Mosaic GPU's barrier takes fewer
 bytes."""
 _MAX_CONSUMERS = 32
-"""Most consumers per input or gate. The code that sums the gradients from all consumers is unrolled, so it becomes
-longer with each consumer. Not tuned."""
+"""Maximum number of consumers per input or gate. The code that sums the gradients from all consumers is unrolled, so it
+becomes longer with each consumer. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
