@@ -26,7 +26,7 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Shape of each dataset's images: channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest number of items that are read from a file. All known datasets have fewer, and this number fits in memory."""
+"""Maximum number of items that are read from a file. All known datasets have fewer, and this number fits in memory."""
 
 # Files of the images and labels, for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
