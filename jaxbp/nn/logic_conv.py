@@ -93,7 +93,7 @@ class LogicConvolution(NamedTuple):
 
 
 class LogicConvNetwork(nnx.Module):
-    """Convolutions of gates with or-pools, followed by a `LogicNetwork` that reads all values of the last one.
+    """Convolutions of gates with or-pools, followed by a `LogicNetwork` that reads all values of the last convolution.
 
     Args:
       shape: channels, height and width of the images of bits.

@@ -35,8 +35,8 @@ FACTOR_ELEMENTS = 8
 """The least number of elements of an array for which a common factor counts as a mistake. In fewer elements, rounding
 can look like a common factor."""
 MOST = 32
-"""The largest number of elements per argument that `_around` moves further than all other elements, each in separate
-points."""
+"""The largest number of elements per argument for which `_around` makes separate points, in which one element moves
+further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. This method divides the op's results into at most `PARTS` parts, and into fewer
 parts if the gradients of all parts would have more than `NUMBERS` elements. It computes these gradients with `RUNS`

@@ -309,7 +309,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # For each sum over the kernels, the number of the first row that it adds.
+    # For each sum over the kernels, the number of the first of the rows that are added.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
