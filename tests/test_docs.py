@@ -165,10 +165,16 @@ def tables(monkeypatch):
 
 
 @pytest.fixture
-def book(tables, tmp_path, monkeypatch):
+def figures(tables):
+    """Return the package of docs/tables.py, with its modules as attributes."""
+    return importlib.import_module("figures")
+
+
+@pytest.fixture
+def book(tables, figures, tmp_path, monkeypatch):
     """Return `book(text, **reports)`, which writes documentation with one page and these results, and renders it."""
     docs = tmp_path / "docs"
-    monkeypatch.setattr(tables, "DOCS", docs)
+    monkeypatch.setattr(figures.measurements, "DOCS", docs)
     (docs / "results").mkdir(parents=True)
     (docs / "images").mkdir()
     (tmp_path / "README.md").write_text("# A library\n")
@@ -235,10 +241,10 @@ def test_every_table_of_the_book_is_one_that_can_be_made(tables):
     assert len(marks) == ends > 20 and set(marks) == tables.TABLES.keys()
 
 
-def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables):
+def test_every_result_says_where_it_comes_from_and_is_in_a_table(tables, figures):
     words = [word for page in tables.pages() for word in re.findall(r"<!-- table: \w+ (.*) -->", page.read_text())]
-    marks = [mark for mark in " ".join(words).split() if "=" not in mark]
-    marks += [family.file for family in tables.FAMILIES]
+    marks = [mark for mark in " ".join(words).split() if "=" not in mark and mark != "*"]
+    marks += [family.file for family in figures.summary.FAMILIES]
     for path in (DOCS / "results").glob("*.json"):
         assert json.loads(path.read_text()).keys() >= {"date", "commit", "command", "device", "versions"}, path.name
         assert any(fnmatch.fnmatchcase(path.stem, mark) for mark in marks), f"{path.name} is in no table"
@@ -354,48 +360,115 @@ def test_trainings_have_a_line_each(book):
     assert "`lenet --epochs 3`" in text and "Not measured" in book("training mnist-* experiment=logic")
 
 
-def test_the_summary_takes_the_best_variant_of_any_peer(book, tables):
+def test_the_summary_takes_the_best_variant_of_any_peer(book, figures):
     lenet = {"work": "lenet training step"}
     autodiff = row(implementation="autodiff", microseconds=20.0, **lenet)
     slow = row(implementation="A eager", microseconds=90.0, peer="A", **lenet)
     fast = row(implementation="B compiled", microseconds=30.0, peer="B", **lenet)
     text = book("summary", lenet=report(row(**lenet), autodiff, slow, fast))
     first, *unmeasured = cells(text)[1:]
-    assert first[1:7] == ["10", "20", "2.00x", "30 (B compiled)", "3.00x", "50%"]
-    assert len(unmeasured) == len(tables.FAMILIES) - 1 and all(line[1] == "not measured yet" for line in unmeasured)
-    assert "3.00x" in tables.speed() and "2.00x" in tables.speed()
+    assert first[1:8] == ["10", "20", "2.00x", "30 (B compiled)", "3.00x", "a device", "50%"]
+    families, chart = figures.summary.FAMILIES, figures.charts.speed()
+    assert len(unmeasured) == len(families) - 1 and all(line[1] == "not measured yet" for line in unmeasured)
+    assert "3.00x" in chart and "2.00x" in chart and "over the best peer: B<" in chart
 
 
-def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, tables):
+def test_speedups_are_over_the_fastest_form_of_autodiff(book):
+    slow, fast = (row(implementation=name, microseconds=t) for name, t in (("autodiff", 90.0), ("autodiff, x", 20.0)))
+    head, line = cells(book("works run", run=report(row(), slow, fast)))
+    assert head[1:4] == ["`pallas`", "`autodiff`", "`autodiff, x`"] and line[1:5] == ["10", "90", "20", "2.00x"]
+    lenet = {"work": "lenet training step"}
+    text = book("summary", lenet=report(row(**lenet), slow | lenet, fast | lenet))
+    assert cells(text)[1][1:4] == ["10", "20 (x)", "2.00x"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        (dict(operations=0), ""),
+        (dict(operations=9, dtype="bfloat16"), "bfloat16"),
+        (dict(operations=9, precision="highest", error=1e-3), "exact"),
+        (dict(operations=9, error=1e-7), "TF32"),  # a kernel may use TF32 at the larger batch that is timed
+        (dict(operations=9, error=1e-7, error_batch=128), "exact"),
+        (dict(operations=9, error=1e-3, error_batch=128), "TF32"),
+        (dict(operations=9, error=1e-7, implementation="autodiff"), "exact"),
+        (dict(operations=9, error=1e-4, implementation="autodiff"), "TF32"),
+        (dict(operations=9, error=1e-7, implementation="Torch", peer="Torch"), "exact"),
+    ],
+)
+def test_the_precision_of_products_follows_from_settings_and_errors(figures, fields, precision):
+    assert figures.measurements.products(row(**fields)) == precision
+
+
+def test_both_precisions_are_shown_if_they_differ(book):
+    fields = dict(operations=9)
+    run = report(row(error=1e-3, **fields), row(implementation="autodiff", microseconds=20.0, **fields))
+    assert cells(book("works run columns=speedup,products", run=run))[1][3:] == ["2.00x", "TF32 / exact"]
+    run["rows"][1]["error"] = 1e-3
+    assert cells(book("works run columns=speedup,products", run=run))[1][3:] == ["2.00x", "TF32"]
+
+
+def test_kernels_slower_than_autodiff_are_listed_from_the_newest_run(book):
+    rows = [row(work, name, t) for work in ("a", "b") for name, t in (("pallas", 10.0), ("autodiff", 5.0))]
+    later = report(row("b"), row("b", "autodiff", 20.0)) | {"date": "2026-11-23T10:00:00+00:00"}
+    page = book("slower *", run=report(*rows, row("a", "B", 1.0, peer="B")), later=later)
+    assert "slower than autodiff in 1 of 2 measured workloads" in page
+    assert cells(page)[1:] == [["a, batch 128", "10", "5", "0.50x", "a device", "[run.json](results/run.json)"]]
+
+
+def test_formulations_of_a_peer_are_relative_to_the_fastest(book):
+    rows = [row(implementation=f"B {name}", microseconds=t, peer="B") for name, t in (("raw", 30.0), ("light", 20.0))]
+    page = book("formulations run", run=report(row(), *rows))
+    assert cells(page) == [["time over the fastest", "a work, batch 128"], ["B raw", "1.50x"], ["B light", "1.00x"]]
+
+
+def test_the_chart_of_kernels_has_the_worst_and_the_best_place_of_each(book, figures):
     places = [row("gates a", floor_fraction=0.25), row("gates b", floor_fraction=0.75)]
     places = [of | {"place": of["work"][-1]} for of in places]
     half = places[0] | {"work": "gates a in float16", "dtype": "float16", "floor_fraction": 0.9}
     theirs = places[0] | {"implementation": "autodiff", "floor_fraction": 0.99}
-    newer = report(places[1] | {"floor_fraction": 0.5}) | {"date": "2026-11-23T10:00:00+00:00"}
+    newer = report(places[1] | {"floor_fraction": 0.5, "work": "gates b at default precision"})
+    newer |= {"date": "2026-11-23T10:00:00+00:00"}
     book("works run", run=report(*places, half, theirs), another=newer)
-    words = re.findall(r">([^<]+)</text>", tables.floors())
+    words = re.findall(r">([^<]+)</text>", figures.charts.floors())
     assert words[-4:] == ["gates, float16", "90%", "gates", "25% to 50%"]
-    assert (tables.DOCS / "images" / "roofline.svg").read_text() == tables.floors()
+    assert (figures.measurements.DOCS / "images" / "roofline.svg").read_text() == figures.charts.floors()
 
 
-def test_a_table_without_its_file_says_so_until_there_is_one(book, tables):
+def test_a_table_without_its_file_says_so_until_there_is_one(book, tables, figures):
     assert "*Not measured yet: there is no `docs/results/run.json`.*" in book("works run")
     assert tables.stale() == {}
-    (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row())))
-    assert list(tables.stale()) == [tables.DOCS / "page.md", tables.DOCS / "images" / "roofline.svg"]
+    docs = figures.measurements.DOCS
+    (docs / "results" / "run.json").write_text(json.dumps(report(row())))
+    assert list(tables.stale()) == [docs / "page.md", docs / "images" / "roofline.svg"]
 
 
-def test_a_table_is_stale_when_its_result_changes(book, tables):
+def test_a_table_is_stale_when_its_result_changes(book, tables, figures):
     book("works run", run=report(row()))
     assert tables.stale() == {} and tables.main(["--check"]) == 0
-    (tables.DOCS / "results" / "run.json").write_text(json.dumps(report(row(microseconds=11.0))))
+    docs = figures.measurements.DOCS
+    (docs / "results" / "run.json").write_text(json.dumps(report(row(microseconds=11.0))))
     assert tables.main(["--check"]) == 1
-    assert list(tables.stale()) == [tables.DOCS / "page.md"]
+    assert list(tables.stale()) == [docs / "page.md"]
 
 
-def test_every_family_of_the_summary_has_its_page_and_its_rows(tables):
-    assert [family.page for family in tables.FAMILIES if not (DOCS / "benchmarks" / f"{family.page}.md").exists()] == []
-    assert [family.name for family in tables.FAMILIES if not tables.library(family.rows())] == []
+def test_every_family_of_the_summary_has_its_page_and_its_rows(figures):
+    families = figures.summary.FAMILIES
+    assert [family.page for family in families if not (DOCS / "benchmarks" / f"{family.page}.md").exists()] == []
+    assert [family.name for family in families if not figures.measurements.library(family.rows())] == []
+
+
+def test_a_workload_has_one_time_in_all_tables_of_the_book(tables, figures):
+    """A figure of the bench that two files have could differ between tables."""
+    words = [word for page in tables.pages() for word in re.findall(r"<!-- table: (\w+ .*) -->", page.read_text())]
+    shown = {name for kind, *names in map(str.split, words) if kind in ("works", "variants") for name in names}
+    values = {}
+    for name in sorted(shown):
+        for of in figures.measurements.load(name).values() if "=" not in name else ():
+            for one in of["rows"]:
+                key = one["work"], one["batch"], one["dtype"], one["precision"], one["implementation"], of["device"]
+                values.setdefault(key, set()).add(one["microseconds"])
+    assert len(values) > 100 and {key for key, times in values.items() if len(times) > 1} == set()
 
 
 # ------------------------------------------------------------------------------------------ no measured number is typed
@@ -440,14 +513,13 @@ def test_half_precision_stands_beside_float32(book):
     run = report(
         row("step in float32", dtype="float32", **fields),
         row("step in float16", dtype="float16", microseconds=5.0, **fields | dict(temporary_bytes=2**20)),
-        row("step in float16", "PyTorch", dtype="float16", microseconds=20.0, peer="PyTorch", **fields),
     )
     page = book("dtypes run another", run=run)
     assert "there is no `docs/results/another.json`" in page
     head, wide, half = cells(page)
-    assert head[2:] == ["µs", "speedup over float32", "MiB", "% of float32 memory", "speedup over best peer"]
-    assert wide[1:] == ["float32", "10", "1.00x", "4", "100%", ""]
-    assert half == ["step, batch 128", "float16", "5", "2.00x", "2", "50%", "4.00x"]
+    assert head[2:] == ["speedup over float32", "MiB", "% of float32 memory"]
+    assert wide[1:] == ["float32", "1.00x", "4", "100%"]
+    assert half == ["step, batch 128", "float16", "2.00x", "2", "50%"]
 
 
 def test_accuracies_are_means_over_seeds(book):

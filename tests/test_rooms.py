@@ -191,7 +191,7 @@ TESTED_ELSEWHERE = {
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
     # CI lacks these libraries.
-    *(f"experiments/bench/peers/{name}" for name in ("liger", "quack", "tokamax", "torch")),
+    *(f"experiments/bench/peers/{name}" for name in ("cudnn", "liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),

@@ -36,8 +36,8 @@ def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_ti
                 variant = row["implementation"].removeprefix(f"{row['peer']} ")
                 key = row["peer"], path.stem, row["work"], row["batch"]
                 times.setdefault(key, {})[variant] = row["microseconds"]
-    several = {key: of for key, of in times.items() if len(of) > 1}
-    assert {peer for peer, *_ in several} == peers.FASTEST.keys()
+    several = {key: of for key, of in times.items() if len({variant.partition(",")[0] for variant in of}) > 1}
+    assert several and {peer for peer, *_ in several} <= peers.FASTEST.keys()
     for (peer, *_), of in several.items():
         kept = [variant for variant in of if peers.is_asked_for(peer, variant, "best")]
         assert min(of, key=of.get) in kept

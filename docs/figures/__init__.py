@@ -1,0 +1,1 @@
+"""Tables and charts of the book, made from the measured runs in docs/results/."""

@@ -1,0 +1,137 @@
+"""Tables of the bench: times of workloads, and ratios between them."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from figures.cells import floor, link, markdown, mebibytes, microseconds, percent, temporaries, times
+from figures.measurements import (
+    Reports,
+    Row,
+    all_rows,
+    autodiff,
+    best_peer,
+    grouped,
+    library,
+    products,
+    rows_of,
+    speedup,
+    time,
+    works_of,
+)
+
+COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
+    "speedup": ("speedup over autodiff", lambda rows: times(speedup(library(rows), autodiff(rows)))),
+    "products": ("products in: jaxbp / autodiff", lambda rows: both_products(library(rows), autodiff(rows))),
+    "peer": ("speedup over best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
+    "floor": ("jaxbp, % of roofline", lambda rows: floor(library(rows))),
+    "memory": ("temporaries, MiB", lambda rows: temporaries(library(rows))),
+    "peer_memory": ("temporaries of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
+    "autodiff_memory": ("temporaries of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
+}
+"""Optional columns of `works`: the heading, and a function from a workload's rows to the cell."""
+
+
+def both_products(ours: Row | None, theirs: Row | None) -> str:
+    """Return the precision of two rows' products, or "" if they have none. One word is enough if they are equal."""
+    return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
+
+
+def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
+    """Return a table with one line per workload and batch, and one column of times per jaxbp implementation."""
+    rows = all_rows(reports)
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
+    shown = [COLUMNS[column] for column in columns.split(",")]
+    head = ["workload, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
+    lines = [
+        [title, *(microseconds(group.get(name)) for name in implementations), *(cell(group) for _, cell in shown)]
+        for title, group in works_of(rows)
+    ]
+    return markdown(head, lines)
+
+
+def variants(reports: Reports) -> str:
+    """Return a table with one line per implementation or variant of a peer, and one column of times per workload."""
+    rows = all_rows(reports)
+    peers = {row["implementation"] for row in rows if row.get("peer")}
+    columns = {}
+    for title, group in works_of(rows):
+        fastest = min((time(row) for row in group.values() if time(row) is not None), default=None)
+        columns[title] = {
+            name: f"**{microseconds(row)}**" if time(row) == fastest is not None else microseconds(row)
+            for name, row in group.items()
+        }
+    lines = [
+        [name if name in peers else f"`{name}`", *(column.get(name, "") for column in columns.values())]
+        for name in dict.fromkeys(row["implementation"] for row in rows)
+    ]
+    return markdown(["µs", *columns], lines)
+
+
+def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
+    """Return the workloads where the time of `None` divided by autodiff's time is outside a band. Count the others."""
+    found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
+    timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
+    outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
+    band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
+    inside = f"{len(timed) - len(outside)} of {len(timed)} workloads"
+    count = f"`None` takes {band} the time of `autodiff` in {inside}."
+    lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
+    table = markdown(["workload, µs", "`None`", "`autodiff`", "times `autodiff`"], lines)
+    return f"{count} The table lists the others.\n\n{table}" if outside else count
+
+
+def formulations(reports: Reports) -> str:
+    """Return a table with one line per variant of a peer: its time, divided by the time of the fastest variant."""
+    columns = {}
+    for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
+        fastest = min(time(row) for row in group.values() if time(row))
+        columns[title] = {name: times(time(row) / fastest) for name, row in group.items() if time(row)}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    lines = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return markdown(["time over the fastest", *columns], lines)
+
+
+def slower(reports: Reports) -> str:
+    """Return the workloads in which the kernels of "pallas" are slower than autodiff, in the newest run of each."""
+    newest = {}
+    for name, report in reports.items():
+        rows = [row for row in rows_of(report) if "microseconds" in row and not row.get("peer")]
+        for title, group in works_of(rows):
+            ours, theirs = group.get("pallas"), autodiff(group)
+            if time(ours) and time(theirs):
+                newest[title] = time(theirs) / time(ours), ours, theirs, report["device"], name
+    lines = [
+        [title, microseconds(ours), microseconds(theirs), times(ratio), device.removeprefix("NVIDIA "), link(name)]
+        for title, (ratio, ours, theirs, device, name) in sorted(newest.items(), key=lambda item: item[1][0])
+        if ratio < 1
+    ]
+    count = f'An explicit `"pallas"` is slower than autodiff in {len(lines)} of {len(newest)} measured workloads:'
+    head = ["workload, µs", "`pallas`", "`autodiff`", "speedup", "GPU", "run"]
+    return f"{count}\n\n{markdown(head, lines)}"
+
+
+def dtypes(reports: Reports) -> str:
+    """Return a table with one line per workload, batch, and dtype, relative to float32 in the same run."""
+    lines = []
+    for report in reports.values():
+        works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))
+        for (op, place, batch), rows in works.items():
+            name = " ".join(part for part in (op.partition("-")[0], place) if part)
+            wide = {row["implementation"]: row for row in rows if row["dtype"] == "float32"}
+            for row in rows:
+                if row.get("peer") or not time(row):
+                    continue
+                float32 = wide.get(row["implementation"])
+                memory, wide_memory = row_bytes(row), row_bytes(float32)
+                share = percent(memory / wide_memory) if memory and wide_memory else ""
+                cells = [times(speedup(row, float32)), mebibytes(memory), share]
+                lines.append([f"{name}, batch {batch:,}", row["dtype"], *cells])
+    head = ["step", "computed in", "speedup over float32", "MiB", "% of float32 memory"]
+    return markdown(head, lines)
+
+
+def row_bytes(row: Row | None) -> int | None:
+    """Return the size of arguments, results, and temporaries."""
+    if row is None or row.get("temporary_bytes") is None:
+        return None
+    return row["argument_bytes"] + row["result_bytes"] + row["temporary_bytes"]

@@ -1,0 +1,100 @@
+"""Format measured figures as cells of a table, tables as Markdown, and the line below a table."""
+
+import re
+from collections.abc import Sequence
+
+from figures.measurements import Report, Reports, Row, grouped, rows_of, time, waits_for_host
+
+WHY = "why not faster"
+"""Heading of the summary's column of prose."""
+
+
+def number(value: float | None) -> str:
+    """Round to two digits below 10, to three below 100, and to an integer above."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def microseconds(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.get("failed"):
+        return "unsupported" if row["failed"].startswith("NotImplementedError") else "failed"
+    return number(time(row)) + "*" * waits_for_host(row)
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}x"
+
+
+def rate(value: float, unit: str) -> str:
+    return f"{value / 1e12:.3g} T{unit}" if value >= 1e11 else f"{value / 1e9:.3g} G{unit}"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def floor(row: Row | None) -> str:
+    return percent(min(row["floor_fraction"], 1.0)) if row and row.get("floor_fraction") is not None else ""
+
+
+def mebibytes(size: int | None) -> str:
+    return "" if size is None else number(size / 2**20)
+
+
+def temporaries(row: Row | None) -> str:
+    """Return the memory that a call needs beyond its arguments and results."""
+    return mebibytes(row.get("temporary_bytes") if row else None)
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table without the columns that are empty in every line."""
+    kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
+    rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
+    return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
+
+
+def link(name: str) -> str:
+    return f"[{name}.json](results/{name}.json)"
+
+
+def provenance(name: str, report: Report) -> str:
+    """Return the lines below a table: device, date, command, and the largest errors against float64."""
+    versions, rows = report.get("versions", {}), rows_of(report)
+    shown = ["jax", *(name for name in versions if name not in ("python", "jax", "jaxlib", "jaxbp", "numpy"))]
+    libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
+    commit = f", commit {report['commit'][:10]}" if report.get("commit") else ""
+    where = f"{report['device']}, {libraries}, {day(report)}{commit}"
+    where += "".join(f"; {report[of]}" for of in ("processor", "compiler") if of in report)
+    if "dtype" in report:
+        where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
+    if "copy_bytes_per_second" in report:
+        precisions = report["precision"].split(", ")
+        computed = [rate(report["operations_per_second"][precision], "FLOP/s") for precision in precisions]
+        where += f"; in this run, a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f" and a matrix product computed {' and '.join(computed)}"
+    parts = [f"{link(name)}: {where}.", report.get("note", "")]
+    compared = [row for row in rows if "work" in row and row.get("error") is not None]
+    errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
+    largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
+    if largest:
+        parts.append(f"Largest error of a result against float64: {', '.join(largest)}.")
+    if any(map(waits_for_host, rows)):
+        parts.append("\\*: the device waited for the host, so the device takes less time than this.")
+    return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])
+
+
+def day(report: Report) -> str:
+    return str(report["date"])[:10]
+
+
+def command(report: Report) -> str:
+    """Return the command of a run. Two scripts have moved since then. Others exist only in the history."""
+    moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
+    return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
+
+
+def devices(reports: Reports) -> str:
+    return "; ".join(dict.fromkeys(f"{run['device']}, jax {run['versions']['jax']}" for run in reports.values()))

@@ -1,0 +1,252 @@
+"""Tables of runs other than the bench: trainings, studies over seeds, profiles, checks, and several devices."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+
+from figures.cells import day, devices, link, markdown, number, percent
+from figures.measurements import Report, Reports, Row, all_rows, grouped, time
+
+
+def training(reports: Reports, experiment: str) -> str:
+    """Return a table with one line per run of `experiments.train` with this experiment."""
+    runs = {name: run for name, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
+    if not runs:
+        return f"*Not measured yet: {', '.join(map(link, reports))} train other experiments.*"
+    lines = []
+    for name, run in runs.items():
+        arguments = re.sub(r"^.*experiments\.train | ?--(?:json|data-dir|run-dir)[ =]\S+", "", run["command"])
+        seconds = (number(run.get(f"{part}_seconds")) for part in ("train", "evaluation", "compile"))
+        images = run.get("images_per_second")
+        cells = [
+            f"{run['test_accuracy']:.4f}",
+            str(run["epochs"]),
+            *seconds,
+            "" if images is None else f"{images:,.0f}",
+        ]
+        lines.append([f"[`{arguments}`](results/{name}.json)", *cells])
+    head = [
+        "`experiments.train`",
+        "test accuracy",
+        "epochs",
+        "training, s",
+        "evaluation, s",
+        "compilation, s",
+        "images/s",
+    ]
+    note = f"Each row is one run ({devices(runs)}). Training excludes evaluation and compilation."
+    return f"{markdown(head, lines)}\n\n{note}"
+
+
+def seeds(reports: Reports) -> str:
+    """Return a table with one line per setting of a study over seeds."""
+    lines = {}
+    for report in reports.values():
+        recipes = list(report.get("recipes", ()))
+        runs = [row for row in report["rows"] if not row.get("failed")]
+        runs.sort(key=lambda row, recipes=recipes: recipes.index(row["recipe"]) if recipes else 0)
+        for title, rows in grouped(runs, lambda row, report=report: setting(report, row)).items():
+            lines[title] = over_seeds(rows)
+    head = next(iter(lines.values()), ())
+    return markdown(["settings", *head], [[title, *cells.values()] for title, cells in lines.items()])
+
+
+def setting(report: Report, row: Row) -> str:
+    """Return the settings of a run. Older files keep them in several fields."""
+    if "recipe" in row:
+        return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
+    parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
+    settings = row.get("settings")
+    parts += [f"`{settings if isinstance(settings, str) else json.dumps(settings)}`"] if settings else []
+    return ", ".join(filter(None, parts))
+
+
+def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the cell for each heading. Automata count exact runs; other models have an accuracy."""
+    is_automaton = "right" in rows[0]
+    exact = [row for row in rows if row.get("right") == 1]
+
+    def values(field: str, rows: Sequence[Row] = rows) -> list[float]:
+        return [row[field] for row in rows if row.get(field) is not None]
+
+    def mean(field: str, digits: int = 0) -> str:
+        return f"{statistics.mean(values(field)):,.{digits}f}" if values(field) else ""
+
+    def median(field: str) -> str:
+        return number(float(statistics.median(values(field, exact)))) if exact else ""
+
+    def count(field: str) -> str:
+        return str(values(field).count(1)) if values(field) else ""
+
+    accuracies = values("hardened") or values("test_accuracy")
+    spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+    return {
+        "seeds": "" if is_automaton else str(len(rows)),
+        "exact": f"{len(exact)} of {len(rows)}" if is_automaton else "",
+        "stand": count("stands"),
+        "heal": count("heals"),
+        "updates until exact, median": median("updates"),
+        "gates, median": median("gates"),
+        "gates placed": mean("placed_gates"),
+        "simplified": mean("simplified_gates"),
+        "test accuracy": "" if is_automaton else f"{statistics.mean(accuracies):.4f} ± {spread:.4f}",
+        "test accuracy, relaxed": mean("relaxed", 4),
+        "skipped steps": number(sum(values("skipped_steps")) or None),
+        "epochs": "" if is_automaton else mean("epochs"),
+        "s per run": "" if is_automaton else mean("seconds"),
+        "C, samples/s": mean("c_samples_per_second"),
+    }
+
+
+def profile(reports: Reports) -> str:
+    """Return a table of the kernels that took at least 5 µs in a run of experiments/studies/profiles.py.
+
+    Times of all launches of a kernel in a workload are added, and percentages are averaged with these times as weights.
+    """
+    lines = []
+    kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
+    for (work, dtype, kernel), rows in kernels.items():
+        total = sum(map(time, rows))
+        if total < 5:
+            continue
+        shares = []
+        for unit in ("dram", "l2", "l1", "sm", "warps"):
+            values = [row[unit] * time(row) for row in rows if row.get(unit) is not None]
+            shares.append(f"{sum(values) / total:.0f}%" if values else "")
+        longest = max(rows, key=time)
+        waits = f"{longest['waits_for'].replace('_', ' ')}, {number(longest['waited_cycles'])}"
+        cells = (
+            str(len(rows)),
+            number(total),
+            *shares,
+            number(longest.get("issued")),
+            number(longest.get("registers")),
+        )
+        lines.append([f"{work}, {dtype}", f"`{kernel.removesuffix('_mosaic_gpu_kernel')}`", *cells, waits])
+    head = ["workload", "kernel", "launches", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps"]
+    return markdown([*head, "issued per cycle", "registers", "waits for, cycles"], lines)
+
+
+def accuracy(reports: Reports) -> str:
+    """Return a table with one line per op and its backwards: the largest error as a percentage of the allowed error."""
+    rows = all_rows(reports)
+    columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
+    lines = []
+    for op, of in sorted(grouped(rows, lambda row: row["op"].partition("_backward")[0]).items()):
+        excesses = grouped(of, lambda row: (row["implementation"], row["dtype"]))
+        worst = [max((row["excess"] for row in excesses.get(column, [])), default=None) for column in columns]
+        lines.append([f"`{op}`", *map(percent, worst)])
+    beyond = sum(row["excess"] > 1 for row in rows)
+    count = f"{len(rows) - beyond} of {len(rows)} rows (op, dtype, implementation) are within the allowed error."
+    if any("" in line for line in lines):
+        count += " Empty cells are not measured yet."
+    head = ["op and its backwards", *(f'`"{implementation}"`, {dtype}' for implementation, dtype in columns)]
+    return f"{count}\n\n{markdown(head, lines)}"
+
+
+def fuzz(reports: Reports) -> str:
+    """Return a table with one line per run of `experiments.fuzz`."""
+    lines = []
+    for name, run in reports.items():
+        counts = (run["cases"], run["refused"], len(run["failures"]))
+        crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # it would have ended the run
+        cells = (f"{devices({name: run})}, {day(run)}", *map("{:,}".format, counts), crashed, number(run["seconds"]))
+        lines.append([f"[seed {run['seed']}](results/{name}.json)", *cells])
+    return markdown(["run", "device", "cases", "unsupported by a kernel", "failed", "crashed", "seconds"], lines)
+
+
+SAYS_NOTHING = ("failed", "timed out")
+"""Outcomes of the sanitizer that are inconclusive."""
+
+
+def sanitizer(reports: Reports) -> str:
+    """Return the newest conclusive outcome of each compute-sanitizer tool. Ops with equal outcomes share one line."""
+    rows = all_rows(reports)
+    tools = sorted({row["tool"] for row in rows})
+    outcomes: dict[str, dict[str, str]] = {}
+    for row in rows:
+        of = outcomes.setdefault(row["op"], {})
+        if of.get(row["tool"]) in (None, *SAYS_NOTHING) or row["outcome"] not in SAYS_NOTHING:
+            of[row["tool"]] = row["outcome"]
+    alike = grouped(sorted(outcomes), lambda op: tuple(outcomes[op].get(tool, "not run") for tool in tools))
+    lines = [[", ".join(f"`{op}`" for op in ops), *of] for of, ops in alike.items()]
+    return markdown(["ops and their gradients", *tools], lines)
+
+
+def many_devices(reports: Reports) -> str:
+    """Return a table with one line per step. It compares one device, a mesh of one, and a mesh of all.
+
+    Each device has the same number of examples in all three.
+    """
+    (report,) = reports.values()
+    lines = [
+        [
+            f"{step(row)}, {row['examples']:,} per device",
+            number(row["alone"]),
+            f"{row['mesh_of_one'] / row['alone'] - 1:+.1%}",
+            f"{row['alone'] / row['mesh']:.1%}",
+            f"{row['alone'] / row['mesh_overlapping']:.1%}",
+        ]
+        for row in report["rows"]
+    ]
+    efficiency = f"efficiency on {report['devices']} devices"
+    head = ["step", "one device, µs", "cost of a mesh of one", efficiency, "efficiency with overlap"]
+    return markdown(head, lines)
+
+
+def step(row: Row) -> str:
+    return row["work"].replace(" training step", "")
+
+
+def communication(reports: Reports) -> str:
+    """Return a table with one line per step: its communication, and the batch where that is a twentieth of the time."""
+    compiled, *measured = reports.values()
+    model = summing(compiled, *measured) if measured else None
+    lines = []
+    for plain, overlapping in zip(compiled["rows"][::2], compiled["rows"][1::2], strict=True):
+        sums = ", ".join(f"{count} {kind}" for kind, count in plain["collectives"].items())
+        parts = sum(overlapping["collectives"].values())
+        meanwhile = f"{parts}, during {overlapping['kernels_meanwhile']} of {overlapping['kernels']} kernels"
+        time_of_sum, batch = model(plain["work"]) if model else (None, None)
+        cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), "" if batch is None else f"{batch:,}"]
+        lines.append([step(plain), *cells])
+    head = ["step", "bytes", "collectives", "overlapping collectives", "sum over 8 devices, µs"]
+    return markdown([*head, "batch for 95% efficiency"], lines)
+
+
+def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
+    """Return a model: workload -> microseconds of a sum over the compiled devices, and the batch for 95% efficiency.
+
+    The model assumes that a step takes longer on the measured devices than on one device by the time of one sum. A line
+    fitted to all steps gives the time per hop and the time per byte. A tree over n devices has log2 n hops, and each
+    link moves 2 (n - 1)/n times the bytes. The time of a step on one device is linear in the batch, through the first
+    and the last measured time. With only one measured time, it is proportional to the batch. At the returned batch, a
+    step on one device takes 19 times as long as the sum.
+    """
+    sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
+    rows = [row for row in measured["rows"] if row["work"] in sizes]
+    longer = [row["mesh"] - row["alone"] for row in rows]
+    a_byte, a_hop = statistics.linear_regression([sizes[row["work"]] for row in rows], longer)
+    few, many = measured["devices"], compiled["devices"]
+    hops, bytes_of_a_link = math.log2(many) / math.log2(few), (1 - 1 / many) / (1 - 1 / few)
+
+    def model(work: str) -> tuple[float, int]:
+        sum_time = a_hop * hops + a_byte * sizes[work] * bytes_of_a_link
+        low, *_, high = [row for row in rows if row["work"] == work] * 2
+        if low is not high:
+            slope = (high["alone"] - low["alone"]) / (high["examples"] - low["examples"])
+        else:
+            slope = low["alone"] / low["examples"]
+        fixed = low["alone"] - slope * low["examples"]
+        return sum_time, many * max(1, math.ceil((19 * sum_time - fixed) / slope))
+
+    return model
+
+
+def computed_in(reports: Reports) -> str:
+    """Return the table of `docs/computed_in.py`, which needs no run."""
+    from computed_in import table
+
+    return table()

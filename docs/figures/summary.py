@@ -1,0 +1,122 @@
+"""The summary of the benchmarks, one line per family of ops."""
+
+from typing import NamedTuple
+
+from figures.bench_tables import both_products
+from figures.cells import WHY, day, floor, link, markdown, microseconds, times
+from figures.measurements import Reports, Row, all_rows, autodiff, best_peer, library, load, no_file, speedup
+
+
+class Family(NamedTuple):
+    """A line of the summary."""
+
+    name: str
+    """Name of the workload in the table."""
+    page: str
+    """Page in docs/benchmarks/ with the tables of the family."""
+    file: str
+    """Name of the run's file."""
+    work: str
+    """Prefix of the workload and batch in the rows of the run."""
+    why: str
+    """Reason why jaxbp is no closer to the roofline, without figures."""
+
+    def rows(self) -> dict[str, Row]:
+        """Return the rows of the family by implementation."""
+        named = ((f"{row['work']}, batch {row['batch']}", row) for row in all_rows(load(self.file)))
+        return {row["implementation"]: row for name, row in named if name.startswith(self.work)}
+
+    def speedups(self) -> tuple[float | None, float | None]:
+        """Return the speedups over the fastest row of autodiff and over the best peer."""
+        rows = self.rows()
+        return speedup(library(rows), autodiff(rows)), speedup(library(rows), best_peer(rows))
+
+
+FAMILIES = (
+    Family("LeNet training step, batch 128", "lenet", "lenet", "lenet training step, batch 128",
+           "Many short kernels run, and each takes longer to launch than to run."),
+    Family("LeNet training step, batch 8192", "lenet", "lenet", "lenet training step, batch 8192",
+           "Shared memory transposes or routes operands before the tensor cores read them."),
+    Family("LeNet training step, batch 8192, exact float32", "lenet", "lenet-exact", "lenet training step, batch 8192",
+           "The convolutions run on the CUDA cores."),
+    Family("LayerNorm backward, 65536x1024, bfloat16", "norm", "layer_norm", "layer_norm_backward 65536x1024",
+           "Warps wait at the sums of each row, and few CTAs fit a multiprocessor's registers."),
+    Family("LayerNorm backward, 32768x4096, bfloat16", "norm", "layer_norm", "layer_norm_backward 32768x4096",
+           "The same."),
+    Family("RMSNorm backward, 16384x4096, bfloat16", "norm", "layer_norm", "rms_norm_backward 16384x4096",
+           "The same."),
+    Family("LayerNorm + Linear, 65536x(1024->1024), bfloat16", "norm", "layer_norm_linear",
+           "layer_norm_linear fwd+bwd 65536x1024x1024", "Three matrix products run at the GPU's power limit."),
+    Family("LayerNorm + Linear, 262144x(256->256), bfloat16", "norm", "layer_norm_linear",
+           "layer_norm_linear fwd+bwd 262144x256x256",
+           "Two warps per scheduler do not hide the instructions of the normalization."),
+    Family("gates, forward and backward, 4096->8192", "logic", "gates", "gate_layer fwd+bwd 4096->8192",
+           "Rows are read in random order, so the throughput of the L2 cache bounds the time, not device memory."),
+    Family("logic network step, 6x8000, batch 128", "logic", "logic", "logic training step 6x8000, batch 128",
+           "Kernels are short, and Adam passes over all logits."),
+    Family("logic network step, 6x64000, batch 128", "logic", "logic", "logic training step 6x64000, batch 128",
+           "The L2 cache bounds each layer, and Adam passes over all logits."),
+    Family("convolutional gates, M for MNIST, batch 128", "logic", "logic-conv", "logic-conv training step mnist-m",
+           "Instructions of the trees and their latency bound the time. The leaves' gradients are written and read "
+           "again."),
+    Family("automaton step, 16x16, 20 ticks, batch 2", "logic", "automaton", "automaton training step 16x16",
+           "The layers of a tick run one after another. Each gathers from shared memory, and the cells are too few to "
+           "hide the latency."),
+    Family("convolution, gradient of the weights, conv2", "conv", "backwards",
+           "conv2d_backward_weights conv2 at default",
+           "Images are transposed to the batch-last layout that the kernel reads."),
+    Family("convolution, gradient of the weights, conv2, exact", "conv", "backwards",
+           "conv2d_backward_weights conv2 at highest",
+           "The same, and the products run on the CUDA cores."),
+    Family("convolution, gradient of the bias, conv1", "conv", "backwards", "conv2d_backward_bias conv1",
+           "The kernel needs a transpose. `None` takes XLA's sum, which does not."),
+    Family("convolution, ReLU, pool backward, block 1", "conv", "backwards",
+           "conv2d_relu_max_pool2d_backward block1 at default",
+           "Shared memory bounds the time, because every image is read once per position of a maximum."),
+    Family("convolution, ReLU, pool backward, block 1, exact", "conv", "backwards",
+           "conv2d_relu_max_pool2d_backward block1 at highest", "The same."),
+    Family("max-pool backward, overlapping windows", "conv", "backwards", "max_pool2d_backward overlapping",
+           "The kernel needs transposes. `None` takes the formula, which does not."),
+    Family("softmax and cross-entropy backward", "dense", "backwards-losses", "softmax_cross_entropy_backward classes",
+           "The launch takes longer than the computation. `None` takes the formula, which XLA fuses."),
+    Family("ReLU backward, images", "pointwise", "backwards", "relu_backward relu1",
+           "The kernel already moves bytes at the rate of a copy."),
+)  # fmt: skip
+
+
+def summary(reports: Reports) -> str:
+    """Return a table with one line per family: times, speedups, precision, % of roofline, and why jaxbp is not
+    faster."""
+    lines, measured = [], {}
+    for family in FAMILIES:
+        title = f"[{family.name}](benchmarks/{family.page}.md)"
+        measured |= load(family.file)
+        rows = family.rows()
+        ours, theirs, peer = library(rows), autodiff(rows), best_peer(rows)
+        if not ours:
+            lines.append([title, "not measured yet", *[""] * 7, family.why])
+            continue
+        over_autodiff, over_peer = map(times, family.speedups())
+        (gpu,) = (report["device"].removeprefix("NVIDIA ") for report in load(family.file).values())
+        cells = [microseconds(ours), with_name(theirs, "autodiff, "), over_autodiff, with_name(peer), over_peer]
+        lines.append([title, *cells, both_products(ours, theirs), gpu, floor(ours), family.why])
+    if not measured:
+        return no_file(FAMILIES[0].file)
+    times_of = ["jaxbp", "autodiff", "speedup over autodiff", "best peer", "speedup over best peer"]
+    head = ["workload, µs", *times_of, "products in: jaxbp / autodiff", "GPU", "% of roofline", WHY]
+    days = sorted(map(day, measured.values()))
+    dates = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+    files = ", ".join(map(link, sorted(measured)))
+    return f"{markdown(head, lines)}\n\nMeasured with {versions(measured)}, {dates}. Files: {files}."
+
+
+def with_name(row: Row | None, known: str = "") -> str:
+    """Return the time of a row with the name of its variant, without the part of the name that is known."""
+    if row is None:
+        return ""
+    name = row["implementation"].removeprefix(known)
+    return microseconds(row) if name == known.rstrip(", ") else f"{microseconds(row)} ({name})"
+
+
+def versions(reports: Reports) -> str:
+    return ", ".join(dict.fromkeys(f"jax {run['versions']['jax']}" for run in reports.values()))
