@@ -66,6 +66,16 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
 
 
+def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
+    """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
+
+    The tensor cores multiply the zeros that pad the weights by each input. If an input is infinite or NaN, the result
+    is NaN in every column of the padding, and the next product would spread it to all columns.
+    """
+    column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
+
+
 class Softmax(NamedTuple):
     """The softmax of each row of logits, in registers.
 

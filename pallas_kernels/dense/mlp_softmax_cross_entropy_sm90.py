@@ -25,7 +25,16 @@ from pallas_kernels.core.layouts import load, rounded_to_tf32, store, value_a_co
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import kernel
 from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, PIECE_COLUMNS, SLICE, Config, Network, float32_struct
-from pallas_kernels.dense.mlp_rows_sm90 import Softmax, put, read, read_columns, spread, store_columns, valid_labels
+from pallas_kernels.dense.mlp_rows_sm90 import (
+    Softmax,
+    mask_padding,
+    put,
+    read,
+    read_columns,
+    spread,
+    store_columns,
+    valid_labels,
+)
 from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 
 _MAX_COLUMNS = 256
@@ -95,7 +104,8 @@ def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk:
         z += lax.broadcast_in_dim(bias, z.shape, [1])
         start += width
         if ref is not None:
-            put(rounded_to_tf32(jnp.maximum(z, 0.0)), refs.operands[layer + 1], ref.at[examples], bulk=bulk)
+            h = mask_padding(jnp.maximum(z, 0.0), network.sizes[layer + 1], one=True)
+            put(rounded_to_tf32(h), refs.operands[layer + 1], ref.at[examples], bulk=bulk)
     return z
 
 
@@ -195,6 +205,7 @@ def _backward(network: Network, *refs: Any, block: Any) -> None:
     dy = jnp.where(valid_labels(labels, network.classes) | (dy == 0), dy, jnp.nan)
     gradient = spread(dy, z) * Softmax.from_logits(z, labels, network.classes).gradient()
     for i, layer in enumerate(reversed(range(network.layers))):
+        gradient = mask_padding(gradient, network.sizes[layer + 1])
         put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
         # These loads run during the product.
         h = read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
@@ -261,6 +272,7 @@ def _forward_and_gradients(network: Network, *refs: Any, block: Any) -> None:
             gradient = jnp.where(load(operand, plgpu.Layout.WGMMA, optimized=False) > 0, gradient, 0.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
+        gradient = mask_padding(gradient, network.sizes[layer + 1])
         put(rounded_to_tf32(gradient), operand, refs.gradients[i].at[examples], bulk=True)
         if layer:
             gradient = stream.multiply(layers + i, operand)

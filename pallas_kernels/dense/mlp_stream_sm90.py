@@ -34,10 +34,9 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with the slices, followed by the biases. Each bias is padded to the width of its layer's rows,
-    and a 1 follows each bias but the last."""
-    vectors = [b if layer == len(biases) - 1 else jnp.append(b, 1.0) for layer, b in enumerate(biases)]
-    rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(vectors, network.widths[1:], strict=True)]
+    """Return one vector with the slices, followed by the biases. Each bias is padded to the width of its layer's
+    rows."""
+    rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
     return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])

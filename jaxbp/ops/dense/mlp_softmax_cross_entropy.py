@@ -111,7 +111,8 @@ class WideRows(NamedTuple):
     """Residuals of the kernel that computes the backward.
 
     They are the residuals in `Rows`, but `hidden` has wide rows. x and the labels are padded, so that the number of
-    examples is a multiple of the number of lanes.
+    examples is a multiple of the number of lanes. The rows of the padding are zeros, also where the layers give other
+    values: sums over examples multiply these rows by zeros, and infinity times 0 would be NaN.
     """
 
     x_batch_last: Array
@@ -123,7 +124,7 @@ class WideRows(NamedTuple):
 
 class WideRowsAndGradients(NamedTuple):
     """Residuals of the kernel that multiplies the gradients of each loss by dy. `hidden` and `gradients` have wide
-    rows.
+    rows, which are zeros for the padding, as in `WideRows`.
 
     Only the shapes of the weights are used. If a label is not a class, the forward sets the gradients of its example to
     0. The backward replaces dy of this example by NaN, unless dy is 0 (`dy_of_valid`). The product is therefore NaN or
@@ -202,11 +203,13 @@ def _save_kernel(x, labels, *layers, precision):
     x_batch_last, labels_last = _lanes(x, labels, weights)
     arrays = x_batch_last, labels_last, weights, biases
     if kernels.forward_and_gradients.pays(*arrays):
-        loss, logits, hidden, gradients = _WIDE_ROWS_AND_GRADIENTS(*arrays)
-        saved = WideRowsAndGradients(x_batch_last, labels_last, hidden, gradients, weights)
+        loss, logits, hidden, (*gradients, dx_last) = _WIDE_ROWS_AND_GRADIENTS(*arrays)
+        hidden, gradients = (_clear_padding(rows, len(x)) for rows in (hidden, gradients))
+        saved = WideRowsAndGradients(x_batch_last, labels_last, hidden, (*gradients, dx_last), weights)
     else:
         loss, logits, hidden = _WIDE_ROWS(*arrays)
-        saved = WideRows(x_batch_last, labels_last, logits, hidden, weights)
+        logits, *hidden = _clear_padding((logits, *hidden), len(x))
+        saved = WideRows(x_batch_last, labels_last, logits, tuple(hidden), weights)
     return _results(loss[: len(x)], logits[: len(x), : len(biases[-1])]), (saved,)
 
 
@@ -238,6 +241,11 @@ def _lanes(x, labels, weights):
     """Return x, with its rows padded by zeros to the width that the kernels need, and the labels. Both have the batch
     last."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
+
+
+def _clear_padding(arrays, count):
+    """Return the arrays, with zeros in the rows after the first `count` rows."""
+    return tuple(a if len(a) == count else a.at[count:].set(0) for a in arrays)
 
 
 def _sizes(weights):

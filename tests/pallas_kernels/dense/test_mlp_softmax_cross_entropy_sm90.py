@@ -123,6 +123,32 @@ def test_a_label_that_is_no_class_gives_nan_to_its_example_alone_and_0_where_dy_
 
 
 @can_simulate
+def test_an_infinite_input_that_relu_excludes_leaves_rows_and_gradients_finite():
+    x, labels, (w, *weights), *others, dy = draw(SMALL, LANES)
+    arrays = x.at[0, 3].set(-jnp.inf), labels, (w.at[:, 0].set(1.0), *weights), *others
+    with on_the_cpu(), simulated():
+        apart = jax.block_until_ready(both(*arrays, dy))
+        results, _ = jax.block_until_ready(at_once(*arrays, dy))
+    check(apart, *arrays, dy)
+    check(results, *arrays, jnp.ones_like(dy))
+
+
+@can_simulate
+def test_the_padding_of_rows_stays_0_whatever_the_examples_and_dy_are():
+    x, labels, weights, biases, dy = draw(SMALL, LANES)
+    infinities = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
+    x, dy = x.at[0, :3].set(infinities), dy.at[3:6].set(infinities)
+    with on_the_cpu(), simulated():
+        apart = jax.block_until_ready(both(x, labels, weights, biases, dy))
+        results, _ = jax.block_until_ready(at_once(x, labels, weights, biases, dy))
+    for _, _, hidden, (*gradients, _) in (apart, results):
+        for n, h in zip(SMALL[1:-1], hidden, strict=True):
+            assert (h[:, n:] == jnp.eye(1, h.shape[1] - n)).all()
+        for n, gradient in zip(reversed(SMALL[1:]), gradients, strict=True):
+            assert not gradient[:, n:].any()
+
+
+@can_simulate
 def test_gradients_at_once_are_0_where_the_label_is_no_class():
     x, labels, *others, dy = draw((32, 9, 4), LANES)
     with on_the_cpu(), simulated():
