@@ -14,7 +14,7 @@ from .circuits.circuit import pack_bits as pack_bits
 from .circuits.circuit import unpack_bits as unpack_bits
 from .circuits.convolutional_circuit import ConvolutionalCircuit as ConvolutionalCircuit
 from .circuits.netlist import Netlist as Netlist
-from .logic.automaton import Automaton as Automaton
+from .logic.automaton_wires import Automaton as Automaton
 from .logic.gates import group_sum as group_sum
 from .logic.gates import hard_logits as hard_logits
 from .logic.gates import harden as harden
@@ -54,10 +54,10 @@ from .ops.dense.mlp_softmax_cross_entropy import (
 )
 from .ops.dense.softmax_cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from .ops.dense.softmax_cross_entropy import softmax_cross_entropy_backward as softmax_cross_entropy_backward
-from .ops.logic.automaton import automaton_rollout as automaton_rollout
-from .ops.logic.automaton import automaton_rollout_backward as automaton_rollout_backward
-from .ops.logic.automaton import automaton_step as automaton_step
-from .ops.logic.automaton import automaton_step_backward as automaton_step_backward
+from .ops.logic.automaton_rollout import automaton_rollout as automaton_rollout
+from .ops.logic.automaton_rollout import automaton_rollout_backward as automaton_rollout_backward
+from .ops.logic.automaton_rollout import automaton_step as automaton_step
+from .ops.logic.automaton_rollout import automaton_step_backward as automaton_step_backward
 from .ops.logic.gate_layer import gate_layer as gate_layer
 from .ops.logic.gate_layer import gate_layer_backward as gate_layer_backward
 from .ops.logic.logic_conv2d import logic_conv2d as logic_conv2d

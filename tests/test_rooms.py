@@ -184,7 +184,10 @@ TESTED_ELSEWHERE = {
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream"),
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     *("jaxbp/ops/_defaults", "jaxbp/ops/conv/_conv2d_geometry"),
-    *(f"jaxbp/ops/logic/_{name}" for name in ("automaton_formula", "automaton_kernels", "gates", "trees")),
+    *(
+        f"jaxbp/ops/logic/_{name}"
+        for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
+    ),
     # Parts of a check, tested through it.
     *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study")),

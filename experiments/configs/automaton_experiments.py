@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from experiments.configs.automaton import DECAYING, HARD_GATES, RESTARTS, AutomatonConfig, PatternConfig
+from experiments.configs.automaton_base import DECAYING, HARD_GATES, RESTARTS, AutomatonConfig, PatternConfig
 from experiments.configs.base import Recipe
 from experiments.data import patterns
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxbp.logic import gates
-from jaxbp.logic.automaton import CENTRE, Automaton
+from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]

@@ -28,7 +28,7 @@ from flax import nnx
 from experiments import train
 from experiments.children import in_children, share_gpus
 from experiments.configs import LogicConvConfig, TrainingConfig
-from experiments.configs.automaton import AutomatonConfig
+from experiments.configs.automaton_base import AutomatonConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data.datasets import Dataset
 from experiments.output.errors import exit_code

@@ -17,7 +17,7 @@ from jaxbp.logic.gates import PASS_THROUGH
 from jaxbp.ops.conv import avg_pool2d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
-from jaxbp.ops.logic import automaton, gate_layer, logic_conv2d
+from jaxbp.ops.logic import automaton_rollout, gate_layer, logic_conv2d
 from jaxbp.ops.norm import batch_norm, layer_norm, layer_norm_linear
 from jaxbp.ops.pointwise import activations, arithmetic, dropout, elementwise, losses, reductions
 
@@ -467,7 +467,7 @@ CATALOGUE: tuple[Entry, ...] = (
         _case(_APART, pool=2),
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
     ),
-    *_ticks(automaton.automaton_step),
-    *_ticks(automaton.automaton_rollout, steps=2),
+    *_ticks(automaton_rollout.automaton_step),
+    *_ticks(automaton_rollout.automaton_rollout, steps=2),
 )
 """The entries of all ops: one per public function and one per public backward."""

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 import jaxbp
 from jaxbp.common import checks
-from jaxbp.logic.automaton import Automaton
+from jaxbp.logic.automaton_wires import Automaton
 from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 

@@ -1,6 +1,5 @@
 """Flax NNX layers and models on the ops of jaxbp."""
 
-from jaxbp.nn.automaton import LogicAutomaton as LogicAutomaton
 from jaxbp.nn.layers import Conv2d as Conv2d
 from jaxbp.nn.layers import LayerNorm as LayerNorm
 from jaxbp.nn.layers import LayerNormLinear as LayerNormLinear
@@ -12,6 +11,7 @@ from jaxbp.nn.lenet import lenet_saved_tensors as lenet_saved_tensors
 from jaxbp.nn.logic import LogicLayer as LogicLayer
 from jaxbp.nn.logic import LogicNetwork as LogicNetwork
 from jaxbp.nn.logic import thermometer as thermometer
+from jaxbp.nn.logic_automaton import LogicAutomaton as LogicAutomaton
 from jaxbp.nn.logic_conv import LogicConv2d as LogicConv2d
 from jaxbp.nn.logic_conv import LogicConvNetwork as LogicConvNetwork
 from jaxbp.nn.logic_conv import LogicConvolution as LogicConvolution

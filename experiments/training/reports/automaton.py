@@ -12,7 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.configs.automaton import AutomatonConfig, PatternConfig
+from experiments.configs.automaton_base import AutomatonConfig, PatternConfig
 from experiments.configs.automaton_experiments import LifeConfig
 from experiments.data import patterns
 from experiments.data.datasets import Dataset

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common.numerics import upcast
-from jaxbp.logic.automaton import CENTRE, Automaton
+from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.ops.logic import _gates
 
 UNROLL = 1

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxbp.logic.automaton import CENTRE, Automaton, perceived_rows
+from jaxbp.logic.automaton_wires import CENTRE, Automaton, perceived_rows
 from jaxbp.logic.wires import Wires
 from jaxbp.ops.logic import _automaton_formula as formula
 from jaxbp.pairing import differentiable

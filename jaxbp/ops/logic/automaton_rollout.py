@@ -1,200 +1,34 @@
 """Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
 
 As in `gate_layer`, one `Pair` maps the parameters of the gates to coefficients, and a second `Pair` computes the ticks
-from the coefficients. The backward of the second pair uses the states that the forward kept (`jaxbp.checkpointing`).
+from the coefficients (`_automaton_ticks`).
 """
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
-from jaxbp.checkpointing import Memory, advance, check_memory, check_steps, reverse_scan
+from jaxbp.checkpointing import Memory, check_memory, check_steps
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyKey
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
-from jaxbp.logic.automaton import Automaton
+from jaxbp.logic.automaton_wires import Automaton
 from jaxbp.logic.gates import Parametrization
 from jaxbp.ops.logic import _automaton_formula, _automaton_kernels
+from jaxbp.ops.logic._automaton_ticks import Draws, forward, ticks
 from jaxbp.ops.logic.gate_layer import COEFFICIENTS
-from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
-from jaxbp.sharding import Axes, BatchAxes, mesh_of
+from jaxbp.pairing import Implementation, Op, per_implementation
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 """One array of logits per perception layer, and one per update layer."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
 """Gradients with respect to the logits."""
-
-# ----------------------------------------------------------------------------------------------- on the coefficients
-
-
-class _Draws(NamedTuple):
-    """The random choices of a rollout: one key per tick, and the probability of rounding a value of the state before a
-    tick. If this probability is the number 0, it is None.
-
-    If nothing is random, the argument `draws` of a function is None.
-    """
-
-    keys: Array
-    rounding_rate: Array | None
-
-
-def _advance(backend, coefficients, automaton, state, draws, *, steps, fire_rate, memory, keep):
-    prepared = backend.prepare(coefficients, automaton, state.shape)
-    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
-
-    def step(s, t):
-        return backend.tick(prepared, *seen(s, t))
-
-    last, kept = advance(step, backend.enter(state), steps, memory, unroll=backend.UNROLL, keep=keep)
-    return backend.leave(last, state.shape), kept
-
-
-def _forward(backend, *arrays, memory, **options):
-    return _advance(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
-
-
-def _save(backend, *arrays, memory, **options):
-    """Return the last state and the residuals: the arguments, and the states or rows that are kept for the backward."""
-    if memory == "all" and backend.KEEPS_ROWS:
-        last, kept = _keeping_rows(backend, *arrays, **options)
-    else:
-        memory = "states" if memory == "all" else memory
-        last, kept = _advance(backend, *arrays, memory=memory, keep=lambda s: s, **options)
-    return last, (*arrays, kept)
-
-
-def _backward(backend, dlast, coefficients, automaton, state, draws, kept, *, steps, fire_rate, memory):
-    if kept is None:
-        options = dict(steps=steps, fire_rate=fire_rate, memory=memory)
-        kept = _save(backend, coefficients, automaton, state, draws, **options)[1][-1]
-    prepared = backend.prepare(coefficients, automaton, state.shape)
-    carry = backend.enter_gradient(prepared, dlast), backend.zeros(prepared)
-    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
-
-    def step(s, t):
-        return backend.tick(prepared, *seen(s, t))
-
-    def step_backward(gradients, s, t):
-        return backend.tick_backward(prepared, *gradients, *seen(s, t))
-
-    def backward_of_rows(gradients, t_and_rows):
-        t, rows = t_and_rows
-        fires = _fires(draws, t, state.shape, fire_rate)
-        return backend.tick_backward_of_rows(prepared, *gradients, rows, fires), None
-
-    if memory == "all" and backend.KEEPS_ROWS:
-        times = np.arange(steps, dtype=np.int32)
-        dstate, dc = lax.scan(backward_of_rows, carry, (times, kept), reverse=True)[0]
-    else:
-        memory = "states" if memory == "all" else memory
-        dstate, dc = reverse_scan(step, step_backward, kept, carry, steps, memory, unroll=backend.UNROLL)
-    return backend.finish(prepared, dc), None, backend.leave_gradient(prepared, dstate, state.dtype), None
-
-
-def _keeping_rows(backend, coefficients, automaton, state, draws, *, steps, fire_rate):
-    prepared = backend.prepare(coefficients, automaton, state.shape)
-    seen = functools.partial(_seen, backend, draws, state.shape, fire_rate)
-
-    def step(s, t):
-        return backend.tick_keeping_rows(prepared, *seen(s, t))
-
-    last, rows = lax.scan(step, backend.enter(state), np.arange(steps, dtype=np.int32))
-    return backend.leave(last, state.shape), rows
-
-
-def _seen(backend, draws, shape, fire_rate, state, t):
-    """Return the state that tick t reads (see `_rounded`), and which cells update at tick t (see `_fires`)."""
-    return _rounded(backend, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
-
-
-def _fires(draws, t, shape, fire_rate):
-    """Return which cells update at tick t, `(batch, height, width)`, or None if all cells update."""
-    return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
-
-
-def _rounded(backend, draws, t, state, shape):
-    """Return the state that tick t reads, in which some values are rounded. Its derivative with respect to `state`
-    counts as 1."""
-    if draws is None or draws.rounding_rate is None:
-        return state
-    # The random bits must be the same in every layout and every dtype.
-    uniform = jax.random.uniform(jax.random.fold_in(draws.keys[t], 1), shape, jnp.float32)
-    change = jnp.where(backend.enter(uniform < draws.rounding_rate), jnp.round(state) - state, 0)
-    return state + lax.stop_gradient(change)
-
-
-def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
-    """Compute the same gradients as `_backward`, by JAX's autodiff."""
-
-    def forward(coefficients, state):
-        return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
-
-    dc, dstate = jax.vjp(forward, coefficients, state)[1](dlast)
-    return dc, None, dstate, None
-
-
-def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axes of the arguments, so that each device computes the ticks of a part of the grids.
-
-    If `draws` is not None, return no batch axes, because random values are drawn for all grids at once.
-    """
-    return Axes({2: 0} if draws is None else {})
-
-
-def _own_grids_and_gradients(dlast, coefficients, automaton, state, draws, kept):
-    return Axes({0: 0, 3: 0} if kept is None else {})
-
-
-_FORWARD = differentiable(
-    functools.partial(_forward, _automaton_kernels), functools.partial(_forward, _automaton_formula), _own_grids
-)
-
-
-def _save_on_own_device(*arrays, **options):
-    """Return the last state and the residuals. On a mesh, no states are kept: the backward computes them again.
-
-    On a mesh, each device has a vector of states that ends in unused elements. The vectors of several devices therefore
-    cannot be joined into one array.
-    """
-    if _own_grids(*arrays).of and mesh_of(arrays) is not None:
-        return _FORWARD(*arrays, **options), (*arrays, None)
-    return _save(_automaton_kernels, *arrays, **options)
-
-
-def _pair(backend: ModuleType, forward: Callable, save: Callable, examples: BatchAxes | None = None) -> Pair:
-    backward = differentiable(functools.partial(_backward, backend), _backward_by_autodiff, examples)
-    return Pair(forward, {"xla": backward}, save=save, name="automaton_ticks")
-
-
-_TICKS = {
-    "pallas": _pair(_automaton_kernels, _FORWARD, _save_on_own_device, _own_grids_and_gradients),
-    "xla": _pair(
-        _automaton_formula,
-        functools.partial(_forward, _automaton_formula),
-        functools.partial(_save, _automaton_formula),
-    ),
-}
-"""Maps each implementation to a `Pair`, a function of (coefficients, automaton, state, draws). Each pair has its own
-forward."""
-
-
-def _ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair in `_TICKS` for an implementation.
-
-    If the state is empty, return the pair of formulas, because the kernels do not support empty arrays.
-    """
-    return _TICKS[implementation if state.size else "xla"]
-
-
-# ----------------------------------------------------------------------------------------------------- on parameters
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
@@ -213,7 +47,7 @@ def _coefficients(logits: Logits, *, parametrization: str, implementation: Imple
 
 def _rollout(logits, automaton, state, draws, *, parametrization, implementation, **options):
     coefficients = _coefficients(logits, parametrization=parametrization, implementation=implementation)
-    return _ticks(implementation, state)(coefficients, automaton, state, draws, implementation="xla", **options)
+    return ticks(implementation, state)(coefficients, automaton, state, draws, implementation="xla", **options)
 
 
 def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization, implementation, **options):
@@ -221,12 +55,12 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
         return _coefficients(logits, parametrization=parametrization, implementation=implementation)
 
     coefficients, to_logits = jax.vjp(of_logits, logits)
-    pair = _ticks(implementation, state)
+    pair = ticks(implementation, state)
 
-    def ticks(coefficients, state):
+    def last_state(coefficients, state):
         return pair(coefficients, automaton, state, draws, implementation="xla", **options)
 
-    dc, dstate = jax.vjp(ticks, coefficients, state)[1](dlast)
+    dc, dstate = jax.vjp(last_state, coefficients, state)[1](dlast)
     return to_logits(dc)[0], dstate
 
 
@@ -234,7 +68,7 @@ def _definition(logits, automaton, state, draws, *, parametrization, **options):
     """Compute the ticks one after the other, by operations that JAX differentiates. This is the implementation
     "autodiff"."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
-    return _forward(_automaton_formula, coefficients, automaton, state, draws, **options)
+    return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
 
 def _definition_backward(dlast, logits, automaton, state, draws, **options):
@@ -259,7 +93,7 @@ def _unsupported(*arrays, **options):
 _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
     Op(
         name,
-        {"autodiff": definition, **per_implementation(function, tuple(_TICKS))},
+        {"autodiff": definition, **per_implementation(function, ("pallas", "xla"))},
         unsupported=_unsupported,
         # The op concatenates the cells of all grids to one array. JAX does not infer the sharding of this array.
         sharded_like=like,
@@ -473,8 +307,8 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
     return dict(steps=check_steps(op, "steps", steps), fire_rate=fire_rate, memory=memory)
 
 
-def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> _Draws | None:
-    """Check the random options, and return them as `_Draws`. Return None if nothing is random.
+def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
+    """Check the random options, and return them as `Draws`. Return None if nothing is random.
 
     If `steps` is None, there is a single tick, and its key is `key`.
     """
@@ -493,9 +327,9 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
         came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
         raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key returns it")
     if steps is None:
-        return _Draws(key[None], rounding)
+        return Draws(key[None], rounding)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
-    return _Draws(keys, rounding)
+    return Draws(keys, rounding)
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:

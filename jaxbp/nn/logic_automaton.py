@@ -14,9 +14,9 @@ from jaxbp.circuits.cellular_circuit import CellularCircuit
 from jaxbp.circuits.netlist import GateList
 from jaxbp.common.checks import AnyArray
 from jaxbp.logic import gates
-from jaxbp.logic.automaton import CENTRE, NEIGHBOURHOOD, Automaton
+from jaxbp.logic.automaton_wires import CENTRE, NEIGHBOURHOOD, Automaton
 from jaxbp.logic.gates import Parametrization
-from jaxbp.ops.logic.automaton import Logits, automaton_rollout
+from jaxbp.ops.logic.automaton_rollout import Logits, automaton_rollout
 from jaxbp.pairing import Implementation
 
 
