@@ -179,6 +179,7 @@ def test_a_circle_is_found():
 TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
     *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
+    *(f"pallas_kernels/logic/{name}" for name in ("tree_windows", "trees")),
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream"),

@@ -29,7 +29,7 @@ from jaxbp.ops.logic.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
-from pallas_kernels.logic import trees as kernels
+from pallas_kernels.logic import tree_windows, trees, trees_input_gradient
 
 # ------------------------------------------------------------------------------------- the formulas on coefficients
 
@@ -64,7 +64,7 @@ def _examples_first(arrays):
 
 def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
     options = dict(window=wires.window, stride=stride, pool=pool)
-    y, indices = kernels.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
+    y, indices = trees.forward(coefficients, wires.leaves, _padded_last(x, padding), **options)
     return jax.tree.map(lambda a: batch_first(a, x.shape[0]), (y, indices))
 
 
@@ -77,9 +77,11 @@ def _gradients_kernel(dy, indices, coefficients, wires, x, *, stride, padding, p
 def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, pool):
     dy, indices = jax.tree.map(batch_last, (dy, indices))
     geometry = dict(window=wires.window, stride=stride, pool=pool)
-    dc, dleaves = kernels.leaf_gradients(dy, indices, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
+    dc, dleaves = trees.leaf_gradients(dy, indices, coefficients, wires.leaves, _padded_last(x, padding), **geometry)
     geometry |= dict(size=x.shape[1:], padding=tuple(before for before, _ in padding))
-    dx = kernels.input_gradient(dleaves, indices, wires.leaves, wires.readers, wires.reader_offsets, **geometry)
+    dx = trees_input_gradient.input_gradient(
+        dleaves, indices, wires.leaves, wires.readers, wires.reader_offsets, **geometry
+    )
     return dc.astype(coefficients.dtype), None, batch_first(dx.astype(x.dtype), x.shape[0])
 
 
@@ -167,7 +169,7 @@ def _unsupported(*arrays, stride, padding, pool, **options):
     rows, columns = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     if math.prod(wires.leaves.shape[:2]) * (rows // pool[0]) * (columns // pool[1]) * x.shape[0] >= 2**31:
         return "2^31 or more leaves of all trees, positions and examples"
-    return kernels.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
+    return tree_windows.unsupported(wires.leaves.shape, pool) or checks.unsupported(*arrays)
 
 
 _public_op = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)

@@ -14,7 +14,7 @@ from helpers import assert_close, in_float64, normal
 import jaxbp
 from jaxbp import TreeWires
 from pallas_kernels.core.device import HOPPER
-from pallas_kernels.logic import trees
+from pallas_kernels.logic.trees_input_gradient import input_gradient
 
 CHANNELS, KERNELS, LEAVES = 6, 16, 8
 WIRES = TreeWires.random(CHANNELS, KERNELS, 3, seed=0)
@@ -47,7 +47,7 @@ def _of_four_by_four():
         jax.ShapeDtypeStruct((KERNELS, 2, 2, 128), jnp.uint8),
         *(WIRES.leaves, WIRES.readers, WIRES.reader_offsets),
     ]
-    return kernels_compiled(HOPPER, lambda *arrays: trees.input_gradient(*arrays, **options), *arrays)
+    return kernels_compiled(HOPPER, lambda *arrays: input_gradient(*arrays, **options), *arrays)
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")

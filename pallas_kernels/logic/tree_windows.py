@@ -1,0 +1,139 @@
+"""Positions of trees of gates in an image and in its pooling windows, and the loads of their leaves.
+
+The kernels of `trees` and of `trees_input_gradient` share these functions.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.gathers import columns, gather_elements, lane_and_column, spread
+from pallas_kernels.core.layouts import LANES
+
+_MAX_LEAVES = 16
+"""Most leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
+_MAX_PLACES = 9
+"""Most positions per pooling window. The tree is evaluated at one position after another in unrolled code. Chosen by
+hand, for windows up to 3 x 3; not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Number of rows per CTA. They are rows of the image for `input_gradient`, and rows of the pooled output for the
+    other kernels."""
+
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Positions of trees and of pooling windows.
+
+    Attributes:
+      height, width: size of the padded image.
+      rows, columns: size of the pooled output, with one element per pooling window.
+      stride, pool: stride of the convolution, and size of the pooling windows.
+    """
+
+    height: int
+    width: int
+    rows: int
+    columns: int
+    stride: tuple[int, int]
+    pool: tuple[int, int]
+
+    @classmethod
+    def from_image(cls, x: Any, window: tuple[int, int], stride: tuple[int, int], pool: tuple[int, int]) -> "Geometry":
+        sizes = [((size - f) // s + 1) // p for size, f, s, p in zip(x.shape[1:3], window, stride, pool, strict=True)]
+        return cls(*x.shape[1:3], *sizes, stride, pool)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Positions in a pooling window, in row-major order."""
+        return list(itertools.product(*map(range, self.pool)))
+
+    def first(self, row: Any, column: Any) -> Any:
+        """Return the index of the pixel at which the tree at the first position of a pooling window begins. Pixels of
+        the padded image are numbered in row-major order."""
+        return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
+
+    def step(self, place: tuple[int, int]) -> int:
+        """Return the distance in pixels from `first` to the first pixel of the tree at a position of the pooling
+        window."""
+        return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
+
+    def leaf_pixels(self, leaves: Array) -> Array:
+        """Return `(kernels, leaves)`: the distance in pixels from a tree's first pixel to each leaf, which may be in
+        another channel."""
+        channel, row, column = jnp.moveaxis(leaves, -1, 0)
+        return (channel * self.height + row) * self.width + column
+
+
+class Tree:
+    """The coefficients and leaf positions of one kernel's tree, in registers."""
+
+    def __init__(self, c_ref: Any, pixels_ref: Any, k: Any):
+        gates, count = c_ref.shape[1], pixels_ref.shape[1]
+        self.c = [[c_ref[k, g, i] for i in range(4)] for g in range(gates)]
+        self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
+
+    def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: Geometry) -> list[list[Array]]:
+        """Load the leaves of the tree at all positions of the pooling window that begins at pixel `first`. Return one
+        list of leaves per position."""
+        steps = [geometry.step(place) for place in geometry.places]
+        # One address per leaf is enough, because the leaf's rows at the other positions are constant distances away.
+        rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
+        return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
+
+    def gather_leaves(
+        self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
+    ) -> list[Array]:
+        """Load the leaves of the tree at a separate position for each lane, for the pooling window that begins at pixel
+        `first`.
+
+        Args:
+          numbers: the flattened image.
+          place: index of each lane's position in the pooling window.
+        """
+        lane = lane_and_column(LANES, 1)[0]
+        step = lane * 0
+        for i, pool_place in enumerate(geometry.places[1:], start=1):
+            step = jnp.where(spread(place, 1) == i, geometry.step(pool_place), step)
+        offsets = (first + step) * N + lanes.start + lane
+
+        def gather(pixel):
+            return columns(gather_elements(numbers, offsets + pixel * N))[0].astype(jnp.float32)
+
+        return [gather(pixel) for pixel in self.pixels]
+
+
+def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
+    """Return the reason why the kernels do not support the trees or the pooling window, or None. `leaves` is the shape
+    `(kernels, leaves, 3)` of the leaves."""
+    if leaves[1] > _MAX_LEAVES:
+        return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
+    if math.prod(pool) > _MAX_PLACES:
+        return f"pool={pool}, at most {_MAX_PLACES} positions"
+    return None
+
+
+def as_rows(x):
+    """Reshape an image to one row of examples per pixel."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
+    """Call `body(row, columns, carry) -> carry` for all pooling windows in the rows from `first` to `last`, excluding
+    `last`. Each row has `columns` windows. A call gets the columns of `columns_per_turn` neighboring windows."""
+    turns = columns // columns_per_turn
+
+    def step(i, carry):
+        first_column = i % turns * columns_per_turn
+        return body(first + i // turns, [first_column + n for n in range(columns_per_turn)], carry)
+
+    return lax.fori_loop(0, (last - first) * turns, step, carry)

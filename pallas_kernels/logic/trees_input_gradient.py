@@ -1,0 +1,205 @@
+"""The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
+
+A CTA computes the gradient with respect to a band, some rows of one input channel, for one block of examples. It loops
+over the leaves that read this channel, and adds their gradients to rows of shared memory in a fixed order. Each lane is
+one example, so no two threads add to the same element.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core import device
+from pallas_kernels.core.gathers import compiler_fence, gather_elements, lane_and_column, scatter_elements, spread
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, largest_divisor
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.core.tiles import kernel
+from pallas_kernels.logic.tree_windows import Config, visit_windows
+
+_BAND_BYTES = 17 * 1024
+"""Most bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient` computes.
+With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even smaller
+bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+_BANDS = 8
+"""Wanted number of bands per multiprocessor, if images have enough rows. Several CTAs are needed because each waits for
+memory most of the time. Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
+_UNROLLED_WINDOWS = 8
+"""Most pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not
+tuned."""
+
+
+def _unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
+    width, limit = size[2], device.target().shared_bytes
+    if 4 * LANES * (width + 1) > limit:
+        return f"images of width {width}, where a row of {LANES} examples does not fit into shared memory"
+    return None
+
+
+def _heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
+    channels, height, width = size
+    rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
+    least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
+    # Make the bands of an image as equal as possible.
+    return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
+
+
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
+def input_gradient(
+    dleaves: Array,
+    places: Array | None,
+    leaves: Array,
+    readers: Array,
+    reader_offsets: Array,
+    *,
+    size: tuple[int, int, int],
+    window: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    pool: tuple[int, int],
+    config: Config,
+) -> Array:
+    """Return dx `(channels, height, width, N)` float32, for the image without its padding. The kernel runs only on GPUs
+    and in the simulator.
+
+    Args:
+      dleaves: the gradients of the leaves that `leaf_gradients` returned.
+      places: the argument `places` of `leaf_gradients`.
+      readers, reader_offsets: int32. The leaves that read channel c are
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. Each leaf is given as the number `kernel * leaves + leaf`.
+      size: channels, height, and width of the image without its padding.
+      padding: number of padding rows above the image, and of padding columns to its left.
+    """
+    (channels, height, width), N = size, dleaves.shape[-1]
+    bands = _Bands(config.rows, height, width, stride, padding, pool)
+    return launch(
+        functools.partial(_input_gradient_of_band, bands=bands, count=leaves.shape[1]),
+        dleaves,
+        places,
+        leaves.reshape(-1, 3),
+        readers,
+        reader_offsets,
+        out=jax.ShapeDtypeStruct((*size, N), jnp.float32),
+        grid={"block": N // LANES, "band": -(-height // config.rows), "channel": channels},
+        scratch=[plgpu.SMEM(((bands.pixels + 1) * LANES,), jnp.float32)],
+        barriers=False,
+        sums_across_warps=False,
+        name="trees_backward_input",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bands:
+    """An image divided into bands of rows, and the pooling windows whose leaves read them.
+
+    Attributes:
+      rows: rows per band.
+      height, width: size of the image without its padding.
+      stride, padding, pool: as in `input_gradient`.
+    """
+
+    rows: int
+    height: int
+    width: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    pool: tuple[int, int]
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels of a band."""
+        return self.rows * self.width
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Distance from one pooling window to the next, in rows and in columns of the image."""
+        return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
+
+    def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
+        """Return the range (first, end) of those rows of pooling windows in which a leaf reads pixels of a band.
+
+        Args:
+          leaf_row: the row of pixels, relative to the band's first row, that the leaf reads at the first position of
+            the first row of pooling windows.
+          rows: number of rows of pooling windows.
+        """
+        p, s, step = self.pool[0], self.stride[0], self.steps[0]
+        # The first row of pooling windows in whose last position the leaf reads the band's first row or a later row.
+        first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
+        last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
+        return first, last
+
+    def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
+        """Return the index of the element of shared memory to which each lane adds a leaf's gradient.
+
+        The element belongs to the pixel that the leaf reads at the lane's position in the pooling window. If this pixel
+        is outside the band, the element is an unused one.
+
+        Args:
+          row, column: the pixel, relative to the band's first pixel, that the leaf reads at the window's first
+            position.
+          place: index of each lane's position in the window, or None if the window has only one position.
+          lane: number of each lane.
+        """
+        (s, t), u = self.stride, lane * 0
+        v = u
+        for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
+            if i:
+                u, v = (jnp.where(place == i, n, m) for n, m in ((row_step * s, u), (column_step * t, v)))
+        row, column = row + u, column + v
+        valid = (row >= 0) & (row < self.rows) & (column >= 0) & (column < self.width)
+        return jnp.where(valid, row * self.width + column, self.pixels) * LANES + lane
+
+
+def _input_gradient_of_band(
+    dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
+):
+    """Compute dx for one band of one channel, and a block of examples. This is the kernel's body."""
+    _, rows, columns, _ = dleaves_ref.shape
+    lanes = pl.ds(block * LANES, LANES)
+    lane = lane_and_column(LANES, 1)[0]
+    top = band * bands.rows + bands.padding[0]  # The band's first row in the padded image.
+
+    def add_reader(e, _):
+        leaf = readers_ref[e]
+        k = leaf // count
+        leaf_row, leaf_column = leaves_ref[leaf, 1] - top, leaves_ref[leaf, 2] - bands.padding[1]
+        first, last = bands.windows(leaf_row, rows)
+
+        def add_windows(row, columns, _):
+            targets, values, (row_step, column_step) = [], [], bands.steps
+            for column in columns:
+                place = None
+                if place_ref is not None:
+                    place = spread(place_ref[k, row, column, lanes].astype(jnp.int32), 1)
+                targets.append(
+                    bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
+                )
+                values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
+            # A leaf reads different pixels in different pooling windows, so the additions for several windows are
+            # independent.
+            old_sums = [gather_elements(sums, target) for target in targets]
+            for target, old_sum, value in zip(targets, old_sums, values, strict=True):
+                scatter_elements(sums, old_sum + value, target)
+
+        visit_windows(first, last, columns, add_windows, columns_per_turn=largest_divisor(columns, _UNROLLED_WINDOWS))
+
+    def clear(pixel, _):
+        sums[pl.ds(pixel * LANES, LANES)] = jnp.zeros((LANES,), jnp.float32)
+
+    def write(pixel, _):
+        row, column = band * bands.rows + pixel // bands.width, pixel % bands.width
+        dx_ref[channel, row, column, lanes] = sums[pl.ds(pixel * LANES, LANES)]
+
+    lax.fori_loop(0, bands.pixels + 1, clear, None)
+    compiler_fence()
+    lax.fori_loop(offsets_ref[channel], offsets_ref[channel + 1], add_reader, None)
+    compiler_fence()
+    lax.fori_loop(0, jnp.minimum(bands.rows, bands.height - band * bands.rows) * bands.width, write, None)
