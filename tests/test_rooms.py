@@ -1,9 +1,18 @@
-"""Permitted imports: experiments -> jaxbp -> pallas_kernels -> jax, in this direction only."""
+"""Permitted imports and calls: experiments -> jaxbp -> pallas_kernels -> jax, in this direction only."""
 
 import ast
+import inspect
+import itertools
+import re
+import traceback
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+import jaxbp
+from pallas_kernels.core import launch as launching
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("pallas_kernels", "jaxbp", "experiments")
@@ -172,6 +181,24 @@ def test_a_circle_is_found():
     }
     assert circle(import_graph(sources)) == ["a.b", "a.c.d", "e", "a.b"]
     assert circle(import_graph(sources | {"e": "import jax"})) == []
+
+
+def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, monkeypatch):
+    table = re.findall(r"^\| \d \| `(\S+)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    stacks, bind = [], launching._bind
+
+    def seen(*args):
+        stacks.append([Path(frame.filename) for frame in traceback.extract_stack()])
+        return bind(*args)
+
+    monkeypatch.setattr(launching, "_bind", seen)
+    loss = lambda x: jaxbp.max_pool2d(x, 3, stride=2, implementation="pallas").sum()  # noqa: E731
+    jax.jit(jax.grad(loss)).trace(jnp.zeros((128, 3, 9, 11)))
+    (stack,) = stacks
+    rooms = [str(path.relative_to(ROOT)) for path in stack if any(path.is_relative_to(ROOT / room) for room in ROOMS)]
+    backward = [path for path, _ in itertools.groupby(rooms)]
+    assert table == [str(Path(inspect.getsourcefile(jaxbp.max_pool2d)).relative_to(ROOT)), *backward]
+    assert len(set(table)) == 6
 
 
 # ------------------------------------------------------------------------------------------------ tests mirror packages
