@@ -3,11 +3,11 @@
 from jaxbp.verify.check import TOLERANCES as TOLERANCES
 from jaxbp.verify.check import check as check
 from jaxbp.verify.compare import Comparison as Comparison
-from jaxbp.verify.compare import Difference as Difference
-from jaxbp.verify.compare import Measured as Measured
-from jaxbp.verify.compare import Program as Program
 from jaxbp.verify.compare import compare as compare
-from jaxbp.verify.judge import Tolerance as Tolerance
+from jaxbp.verify.measurement import Difference as Difference
+from jaxbp.verify.measurement import Measured as Measured
+from jaxbp.verify.measurement import Program as Program
 from jaxbp.verify.points import EXTRA_DATA as EXTRA_DATA
 from jaxbp.verify.report import CheckResult as CheckResult
 from jaxbp.verify.report import CheckRow as CheckRow
+from jaxbp.verify.tolerance import Tolerance as Tolerance

@@ -23,12 +23,12 @@ from jaxbp.verify.arguments import (
     without_other_implementations,
 )
 from jaxbp.verify.derivatives import scale_of
-from jaxbp.verify.judge import Tolerance
 from jaxbp.verify.points import EXTRA_DATA, USER_DATA, Point
 from jaxbp.verify.progress import Progress
 from jaxbp.verify.reference import Reference
 from jaxbp.verify.report import CheckResult, CheckRow
 from jaxbp.verify.study import Settings, Study, is_broken
+from jaxbp.verify.tolerance import Tolerance
 
 TOLERANCES: Mapping[str, Tolerance] = {
     "float16": Tolerance(rtol=1e-2, atol=1e-4, step=1e-3),

@@ -27,6 +27,7 @@ from jaxbp.verify.causes import cause
 from jaxbp.verify.derivatives import Arrays, flat, scale_of
 from jaxbp.verify.points import Point, generator
 from jaxbp.verify.reference import Expected, Reference
+from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
 """Autodiff's rounding error is measured on `SAMPLES` data sets, in which each number differs from the user's number by
@@ -55,18 +56,27 @@ number of halvings, times the number of elements of all arguments, would exceed 
 
 
 @dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """The tolerance for one dtype: a number a of an array passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+class _Case:
+    """An array `a`, and the array `e` that is expected instead of the i-th expected array at a point.
 
-    Here e is the expected number, and `max |e|` is the largest one in the expected array.
-
-    Attributes:
-      step: the step of finite differences. None means a step in proportion to the argument's largest element.
+    `e` differs from the expected array only at kinks. `dtype` is the dtype whose tolerance applies.
     """
 
-    rtol: float
-    atol: float
-    step: float | None
+    point: Point
+    expected: Expected
+    i: int
+    a: np.ndarray
+    e: np.ndarray
+    dtype: str
+    tolerance: Tolerance
+
+    @property
+    def contradicted(self) -> np.ndarray:
+        return self.expected.contradicted[self.i]
+
+    def excess(self, more: Any = 0.0) -> np.ndarray:
+        """Return the difference of each element divided by its allowed difference, which includes `more`."""
+        return excess_and_difference(self.a, self.e, self.tolerance, more)[0]
 
 
 class Judge:
@@ -101,64 +111,96 @@ class Judge:
 
         `actual` is the array, and `checked` has the programs of the implementation that computed it.
         """
-        dtype, a = self._precision_of(actual.dtype), np.asarray(actual, np.float64)
-        e, contradicted = expected.arrays[i], expected.contradicted[i]
+        dtype, a, e, autodiff = (
+            self._precision_of(actual.dtype),
+            np.asarray(actual, np.float64),
+            expected.arrays[i],
+            None,
+        )
         if a.size == 0:
             return dict(verdict="ok")
-        tolerance, reason = self.tolerances[dtype], None
-        compare = lambda e, more=0.0: _compare(a, e, tolerance, more)  # noqa: E731
-        autodiff = None
-        sees_kinks = self._sees_kinks(point, expected.order, dtype)
-        if sees_kinks and (autodiff := self._autodiff(point, expected.order, i)) is not None:
+        tolerance = self.tolerances[dtype]
+        if self._sees_kinks(point, expected.order, dtype):
+            autodiff = self._autodiff(point, expected.order, i)
+        if autodiff is not None:
             # In a narrow dtype, the forward may have its kink at a slightly different number than in float64.
-            e = np.where(contradicted | (_compare(autodiff, e, tolerance)[0] <= 1), e, autodiff)
-        excess, difference = compare(e)
+            e = np.where(
+                expected.contradicted[i] | (excess_and_difference(autodiff, e, tolerance)[0] <= 1), e, autodiff
+            )
+        case = _Case(point, expected, i, a, e, dtype, tolerance)
+        held, undecided = self._decided(case)
+        wrong, reason, hint = held & (case.excess() > 1), None, None
+        if wrong.any():
+            wrong, reason = self._excused_by_rounding(case, wrong, held, autodiff)
+        if wrong.any() and expected.order > 0:
+            wrong, reason, hint = self._excused_by_kinks(case, wrong, reason, checked)
+        return self._fields(case, wrong, held, undecided, reason, hint)
+
+    def _decided(self, case):
+        """Return the masks of the elements that must have the expected number, and of the elements that the check
+        cannot decide."""
+        point, expected, a, e = case.point, case.expected, case.a, case.e
         # A NaN is never expected if the arguments are finite. An infinite gradient is expected only if the op must have
         # autodiff's slope at a kink.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
-        held &= ~np.isfinite(e) | (np.abs(e) <= float(jnp.finfo(dtype).max))
+        held &= ~np.isfinite(e) | (np.abs(e) <= float(jnp.finfo(case.dtype).max))
         undecided = np.zeros(a.shape, bool)
         if expected.undecided is not None and not loose:
-            undecided = expected.undecided[i] & np.isfinite(a)
+            undecided = expected.undecided[case.i] & np.isfinite(a)
         elif any(np.isinf(v).any() for v in point.values) and not any(np.isnan(v).any() for v in point.values):
             undecided = ~np.isfinite(e) & np.isfinite(a)
-        held &= ~undecided
-        wrong = held & (excess > 1)
-        if wrong.any():
-            autodiff = self._autodiff(point, expected.order, i) if autodiff is None else autodiff
-            if autodiff is not None and not sees_kinks:
-                as_autodiff = compare(autodiff)[0] <= 1
-                # If the function has custom rules, autodiff may overflow where the rules need not.
-                as_autodiff &= np.isfinite(autodiff) | self.reference.independent
-                if self.reference.independent:
-                    as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
-                wrong, reason = _excused(wrong, as_autodiff & ~contradicted, reason, f"the same as autodiff in {dtype}")
-        if wrong.any() and not _is_multiple(a, e, autodiff, held, tolerance):
-            spread = self._rounding(point, expected.order, i)
-            more, _ = compare(e, ALLOWED * spread)
-            wrong, reason = _excused(wrong, more <= 1, reason, "within the rounding error of autodiff")
+        return held & ~undecided, undecided
+
+    def _excused_by_rounding(self, case, wrong, held, autodiff):
+        """Return the mask `wrong` without the elements whose error may be rounding or an overflow, and the reason.
+
+        `autodiff` is autodiff's array in the same dtype, or None if it has not been computed yet.
+        """
+        point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
+        reason = None
+        autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
+        if autodiff is not None and not self._sees_kinks(point, order, dtype):
+            as_autodiff = excess_and_difference(a, autodiff, case.tolerance)[0] <= 1
+            # If the function has custom rules, autodiff may overflow where the rules need not.
+            as_autodiff &= np.isfinite(autodiff) | self.reference.independent
+            if self.reference.independent:
+                as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
+            fine = as_autodiff & ~case.contradicted
+            wrong, reason = _excused(wrong, fine, reason, f"the same as autodiff in {dtype}")
+        if wrong.any() and not _is_multiple(a, e, autodiff, held, case.tolerance):
+            fine = case.excess(ALLOWED * self._rounding(point, order, i)) <= 1
+            wrong, reason = _excused(wrong, fine, reason, "within the rounding error of autodiff")
         if wrong.any():
             # An op in half precision accumulates in float32. Above order 1, however, the gradient has been rounded to
             # half precision before it is differentiated.
-            in_dtype = expected.order > 1 or self.autodiff is None
+            in_dtype = order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
-            own = self.reference.rounding(expected.order, *settings)
-            more, _ = compare(e, ALLOWED * own[i])
-            wrong, reason = _excused(wrong, more <= 1, reason, f"within the rounding error of {terms}")
+            fine = case.excess(ALLOWED * self.reference.rounding(order, *settings)[i]) <= 1
+            wrong, reason = _excused(wrong, fine, reason, f"within the rounding error of {terms}")
         if (wrong & ~np.isfinite(a)).any():
-            fine = ~np.isfinite(a) & self._a_term_overflows(point, expected.order, i, dtype)
+            fine = ~np.isfinite(a) & self._a_term_overflows(point, order, i, dtype)
             wrong, reason = _excused(wrong, fine, reason, f"a term of the sum overflows in {dtype}")
-        hint = None
-        if wrong.any() and expected.order > 0:
-            fine, why, hint = self._at_kinks(point, expected.order, i, a, e, dtype, tolerance)
-            wrong, reason = _excused(wrong, fine & ~contradicted, reason, why)
-        if wrong.any() and expected.order == 1 and hint is not None:
-            fine = self._decided_by_rounding(point, i, a, checked, dtype, tolerance) & ~contradicted
+        return wrong, reason
+
+    def _excused_by_kinks(self, case, wrong, reason, checked):
+        """Return the mask `wrong` without the elements that are correct at a kink, the reason, and a hint. The hint is
+        None if there is no kink at which the array is wrong."""
+        point, order, i, a = case.point, case.expected.order, case.i, case.a
+        fine, why, hint = self._at_kinks(point, order, i, a, case.e, case.dtype, case.tolerance)
+        wrong, reason = _excused(wrong, fine & ~case.contradicted, reason, why)
+        if wrong.any() and order == 1 and hint is not None:
+            fine = self._decided_by_rounding(point, i, a, checked, case.dtype, case.tolerance) & ~case.contradicted
             why = f"rounding decides near-ties at {int((wrong & fine).sum())} elements"
             wrong, reason = _excused(wrong, fine, reason, why)
+        return wrong, reason, hint
+
+    def _fields(self, case, wrong, held, undecided, reason, hint):
+        """Return the fields of a `CheckRow`, which describes the worst element."""
+        point, a, e, tolerance = case.point, case.a, case.e, case.tolerance
+        excess, difference = excess_and_difference(a, e, tolerance)
         worst = np.unravel_index(np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0)), a.shape)
         if wrong.any():
             reason = "; ".join(filter(None, (cause(a, e, wrong), hint)))
@@ -238,7 +280,7 @@ class Judge:
         which `a` is wrong. It is None if there is none.
         """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
-        indices, limit = np.flatnonzero(_compare(a, e, tolerance)[0] > 1), _limit(e, tolerance)
+        indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
         here = np.nan_to_num(e, nan=0.0, posinf=0.0, neginf=0.0)[None]
         at_it, jumps_near = np.ptp(hair[:-1], axis=0) > limit, np.zeros(a.shape, bool)
@@ -308,7 +350,7 @@ class Judge:
             part = checked.results(1, point.values, [c[k] for c in parts], self.directions)
             part = [np.asarray(g, np.float64) for g in part]
             found = [np.nan_to_num(g[:, k], nan=0.0, posinf=0.0, neginf=0.0) for g in self._otherwise[1]]
-            limits = [_limit(np.abs(g).max(axis=0), tolerance) for g in found]
+            limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
             # The sum over the gradients with respect to all arguments must be right, too: what is missing from one must
@@ -317,7 +359,7 @@ class Judge:
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
         # A backward is linear in dy, so the gradients of the parts must add up to the gradient.
-        return fine & (_compare(whole, a, tolerance)[0] <= 1)
+        return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
         """Return points near the given point, and an array with the i-th gradient at each of them. Its last element is
@@ -342,11 +384,6 @@ class Judge:
         for values in (*ends, point.values):
             found.append(self.reference.derivative(order, values, point.cotangents, self.directions)[i])
         return ends, np.nan_to_num(np.stack(found), nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def within(a: Any, e: Any, tolerance: Tolerance) -> bool:
-    """Return whether two arrays are equal within the tolerance."""
-    return bool((_compare(np.asarray(a, np.float64), np.asarray(e, np.float64), tolerance)[0] <= 1).all())
 
 
 def _excused(wrong, fine, reason, why):
@@ -382,19 +419,6 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
         slack = limit.sum(axis, keepdims=True) + np.ptp(nearby, axis=0)
         right &= (sums >= nearby.min(axis=0) - slack) & (sums <= nearby.max(axis=0) + slack)
     return right
-
-
-def _limit(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
-    return tolerance.rtol * np.where(np.isfinite(e), np.abs(e), 0.0) + tolerance.atol * max(1.0, largest)
-
-
-def _compare(a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the difference of each element divided by its allowed difference, and the difference itself."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        same = (a == e) | (np.isnan(a) & np.isnan(e))
-        difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
-        return np.nan_to_num(difference / (_limit(e, tolerance) + more)), difference
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:

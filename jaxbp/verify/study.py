@@ -17,11 +17,12 @@ from jaxbp.verify import points as at
 from jaxbp.verify.arguments import is_float, name_of, takes_implementation
 from jaxbp.verify.derivatives import flat
 from jaxbp.verify.interpreter import without_custom_rules
-from jaxbp.verify.judge import Judge, Tolerance, within
+from jaxbp.verify.judge import Judge
 from jaxbp.verify.points import USER_DATA, Point
 from jaxbp.verify.programs import Programs
 from jaxbp.verify.reference import Expected
 from jaxbp.verify.report import NOT_FLOATING, CheckRow
+from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
 """Bounds of the default for `most_elements`, the number of elements per argument that finite differences move. Between
