@@ -205,20 +205,29 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
 
 TESTED_ELSEWHERE = {
     # Parts of a kernel or an op, tested through it.
-    *("pallas_kernels/conv/max_pool2d", "pallas_kernels/core/mosaic", "pallas_kernels/logic/tree"),
-    *(f"pallas_kernels/logic/{name}" for name in ("tree_windows", "trees")),
+    *(
+        "pallas_kernels/conv/max_pool2d",
+        "pallas_kernels/conv/window_tiles_sm90",
+        "pallas_kernels/core/mosaic",
+        "pallas_kernels/logic/tree",
+    ),
+    *(f"pallas_kernels/logic/{name}" for name in ("backward_along_trail", "tree_windows", "trees")),
     *(f"pallas_kernels/logic/automaton/{name}" for name in ("cells", "gates", "schedule")),
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
-    *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream"),
+    *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
     *("jaxbp/ops/_defaults", "jaxbp/ops/conv/_conv2d_geometry"),
     *(
         f"jaxbp/ops/logic/_{name}"
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
+    "jaxbp/circuits/convolution",
     # Parts of a check, tested through it.
-    *(f"jaxbp/verify/{name}" for name in ("causes", "derivatives", "differences", "interpreter", "judge", "page")),
-    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study")),
+    *(
+        f"jaxbp/verify/{name}"
+        for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
+    ),
+    *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
     # CI lacks these libraries.

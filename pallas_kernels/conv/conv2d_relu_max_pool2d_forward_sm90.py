@@ -21,7 +21,7 @@ While one warpgroup searches for maxima, the tensor cores multiply for another.
 import dataclasses
 import functools
 import itertools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.conv.filters_and_windows import first_maximum, taps
+from pallas_kernels.conv.window_tiles_sm90 import BARRIER_BYTES, EXAMPLES, MAX_BOX, WindowTiles
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (
@@ -53,19 +54,13 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Number of rows of a `wgmma` product, one per feature. A feature is a pair of a window of the tile and an output
 channel."""
-EXAMPLES = 64
-"""Examples per tile. With 64, a thread has 32 sums for each position of a window."""
 _MAX_PLACES = 4
 """Maximum number of positions of a window. With more, a thread's sums and the values derived from them do not fit in
 its registers."""
-MAX_BOX = 256
-"""Maximum number of elements along each axis of a bulk copy."""
 _WARPGROUPS = 2
 """Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
-"""Maximum number of stages per warpgroup. Not tuned."""
-BARRIER_BYTES = 1024
-"""Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
+"""Maximum number of stages per warpgroup. Chosen by hand; not tuned."""
 _EPILOGUE_CLOCKS = 800
 """Estimated clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
 _MIN_BATCH = 2048
@@ -92,57 +87,6 @@ class Config:
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowTiles:
-    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows.
-
-    Attributes:
-      K, C: numbers of output and input channels.
-      P, Q: numbers of rows and columns of windows.
-      N: batch size.
-      F, G: numbers of rows and columns of a filter.
-      R, S: numbers of rows and columns of a window.
-    """
-
-    K: int
-    P: int
-    Q: int
-    N: int
-    C: int
-    F: int
-    G: int
-    R: int
-    S: int
-    config: Any
-
-    @classmethod
-    def from_shapes(cls, x: Any, w: Any, window: tuple[int, int], config: Any) -> Self:
-        (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
-        return cls(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
-
-    @property
-    def patch(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the patch that a tile reads."""
-        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return self.P // self.config.rows, self.Q // self.config.columns
-
-    @property
-    def units(self) -> int:
-        """Number of units that are divided among warpgroups. A unit is a tile for one block of 64 examples."""
-        return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
-
-    def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of a unit's first window, and the index of its block of examples. Units of one
-        block are consecutive, so that concurrent CTAs read the same images from L2."""
-        tile_rows, tile_columns = self.tiles
-        row = quotient(number, tile_columns)
-        column, block = number - row * tile_columns, quotient(row, tile_rows)
-        return (row - block * tile_rows) * self.config.rows, column * self.config.columns, block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,13 +27,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import (
+from pallas_kernels.conv.filters_and_windows import first_maximum, taps
+from pallas_kernels.conv.window_tiles_sm90 import (
     BARRIER_BYTES,
     EXAMPLES,
     MAX_BOX,
     WindowTiles,
 )
-from pallas_kernels.conv.filters_and_windows import first_maximum, taps
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import (

@@ -26,8 +26,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import BARRIER_BYTES
 from pallas_kernels.conv.filters_and_windows import taps
+from pallas_kernels.conv.window_tiles_sm90 import BARRIER_BYTES
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import divisors, load, operand, rounded_to_tf32, store, with_products

@@ -14,8 +14,8 @@ dy and x into registers. Sums over the batch are computed per lane in registers,
 - `gradients_by_gate`: a CTA computes the gradients for a few gates and for their inputs. Every input must have exactly
   one consumer.
 - `gradients_by_input`: a CTA takes one input, and loops over its consumers. Any wires are supported.
-- `gradients_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all its loads at once. Every
-  input must have two consumers, or every input must have four.
+- `gradients_along_trail`, in `backward_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all
+  its loads at once. Every input must have two consumers, or every input must have four.
 - `input_gradient` and `coefficients_gradient` are for short rows, for which a CTA waits for its loads most of the time.
   A CTA of the first kernel takes a few inputs, and a CTA of the second a few gates. It has the loads for all of them in
   flight at once.
@@ -46,27 +46,27 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
-_GATE_SUMS = 4
+GATE_SUMS = 4
 """Number of sums over the batch per gate: the sums of dy, dy a, dy b, and dy a b."""
 
 
-def _lanes(block: Any, blocks: int, length: int = LANES) -> list[Any]:
+def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
     """Return the `blocks` consecutive slices of the batch that are a CTA's lane blocks."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
-def _load(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
+def load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
     """Load the given lane blocks of a row."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
-def _dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
+def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
     """Return the row of dy for a gate of a layer with `layer_gates` gates. Several gates may share a row."""
     run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
-def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
+def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
     """Yield the vectors whose sums over the lanes are the gradients with respect to a gate's coefficients. `values`
     holds the gate's (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
@@ -74,13 +74,13 @@ def _gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
         yield functools.reduce(jnp.add, blocks)
 
 
-def _slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
+def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
     """Return (slope, curve) for a consumer, which is given by its number as in `Graph`. The derivative of its gate with
     respect to the consumed input is `slope + curve * partner`, where partner is the value of the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
-def _unsupported_memory(rows: int) -> str | None:
+def unsupported_memory(rows: int) -> str | None:
     needed_bytes, available_bytes = rows * LANES * 4, device.target().shared_bytes
     if needed_bytes <= available_bytes:
         return None
@@ -89,7 +89,7 @@ def _unsupported_memory(rows: int) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------- by gate
 
-_GATES = SUMMED_ROWS // _GATE_SUMS
+_GATES = SUMMED_ROWS // GATE_SUMS
 """Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
 """Maximum number of lane blocks per CTA. Not tuned."""
@@ -109,7 +109,7 @@ def _gates_config(x):
 def _by_gate_unsupported(dy, coefficients, graph, x):
     if not graph.regular or graph.max_fan_out != 1:
         return f"wires with {graph.max_fan_out} consumers per input, only 1"
-    return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
+    return unsupported_batch(x) or unsupported_memory(GATE_SUMS * _GATES)
 
 
 def _by_gate_heuristic(dy, coefficients, graph, x):
@@ -127,7 +127,7 @@ def gradients_by_gate(
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
-        lanes = _lanes(block, config.blocks)
+        lanes = lane_blocks(block, config.blocks)
         gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
         slopes = [[c_ref[g, k] for k in (1, 2, 3)] for g, _, _ in gates]
         values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes)
@@ -147,7 +147,7 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
     """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks. Return its results with the shapes and
     dtypes of `out`, followed by dc."""
     N = dy.shape[1]
-    blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), _GATE_SUMS * _GATES
+    blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), GATE_SUMS * _GATES
     *results, dc = launch(
         body,
         dy,
@@ -158,7 +158,7 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
         barriers=False,
         **options,
     )
-    return *results, jnp.sum(dc, axis=0)[: _GATE_SUMS * gates].reshape(gates, _GATE_SUMS)
+    return *results, jnp.sum(dc, axis=0)[: GATE_SUMS * gates].reshape(gates, GATE_SUMS)
 
 
 def _owned_gates(layer_gates, group):
@@ -169,7 +169,7 @@ def _owned_gates(layer_gates, group):
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
     """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` lists (index of the gate,
     index of its input a, index of its input b)."""
-    operands = [((dy_ref, _dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
+    operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
 
@@ -178,10 +178,10 @@ def _load_each(rows, lane_block):
 
 
 def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
-    rows = itertools.chain.from_iterable(map(_gate_sums, values))
+    rows = itertools.chain.from_iterable(map(gate_sums, values))
     for n, vector in enumerate(rows):
         rows_ref[n] = vector
-    sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _GATE_SUMS * _GATES, _GATE_SUMS * _GATES)])
+    sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * GATE_SUMS * _GATES, GATE_SUMS * _GATES)])
 
 
 # --------------------------------------------------------------------------------------------------------- by input
@@ -219,14 +219,14 @@ def gradients_by_input(
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
-        lanes = _lanes(block, config.blocks, config.length)
-        x_blocks = _load(x_ref, row, lanes)
+        lanes = lane_blocks(block, config.blocks, config.length)
+        x_blocks = load_row(x_ref, row, lanes)
 
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
-            dy, partner = _load(dy_ref, _dy_row(dy_ref, gates, g), lanes), _load(x_ref, partners_ref[e], lanes)
+            dy, partner = load_row(dy_ref, dy_row(dy_ref, gates, g), lanes), load_row(x_ref, partners_ref[e], lanes)
             if role == 0:
-                for k, vector in enumerate(_gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
+                for k, vector in enumerate(gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
             slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
             return tuple(s + d * (slope + curve * p) for s, d, p in zip(dx, dy, partner, strict=True))
@@ -247,117 +247,11 @@ def gradients_by_input(
         graph.partners,
         graph.offsets,
         x,
-        out=(x, jax.ShapeDtypeStruct((blocks, gates, _GATE_SUMS), jnp.float32)),
+        out=(x, jax.ShapeDtypeStruct((blocks, gates, GATE_SUMS), jnp.float32)),
         grid={"block": blocks, "row": inputs},
         name="gate_layer_backward",
     )
     return dx, jnp.sum(dc, axis=0)
-
-
-# -------------------------------------------------------------------------------------------------- along the trail
-
-_TRAIL_CONSUMERS = (2, 4)
-"""The numbers of consumers per input that the kernel supports."""
-_TRAIL_BLOCKS = 8
-"""Maximum number of lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower:
-docs/lab/2026-11-22-logic.md."""
-_TRAIL_BYTES = 64
-"""Maximum number of bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane
-blocks. Not tuned."""
-_TRAIL_LOAD_BYTES = 4
-"""Bytes that a thread loads at once: one example in float32, two in half precision. With one example per load in half
-precision, threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
-_TRAIL_ROWS = SUMMED_ROWS // 2
-"""Number of rows of shared memory per CTA. They hold the sums of at most four gates."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AlongTrailConfig:
-    """Tile of a CTA: `inputs` inputs, and `blocks` lane blocks of `length` examples each, a multiple of `LANES`."""
-
-    inputs: int
-    blocks: int
-    length: int
-
-
-def _along_trail_unsupported(dy, coefficients, graph, x):
-    if not graph.regular or graph.max_fan_out not in _TRAIL_CONSUMERS:
-        counts = " or ".join(map(str, _TRAIL_CONSUMERS))
-        return f"wires with {graph.max_fan_out} consumers per input, only {counts}"
-    return unsupported_batch(x) or _unsupported_memory(_TRAIL_ROWS * _trail_block_length(x) // LANES)
-
-
-def _trail_block_length(x):
-    return LANES * largest_divisor(x.shape[1] // LANES, max(1, _TRAIL_LOAD_BYTES // x.dtype.itemsize))
-
-
-def _along_trail_heuristic(dy, coefficients, graph, x):
-    consumers, length = graph.max_fan_out, _trail_block_length(x)
-    examples = LANES * min(_TRAIL_BLOCKS, _TRAIL_BYTES // (consumers * x.dtype.itemsize))
-    blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # A CTA has eight consumers for short rows and four for long rows, so that about the same number of loads is in
-    # flight.
-    inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
-    return AlongTrailConfig(inputs, blocks, length)
-
-
-@kernel(unsupported=_along_trail_unsupported, heuristic=_along_trail_heuristic)
-def gradients_along_trail(
-    dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: AlongTrailConfig
-) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs.
-    """
-    (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
-    gates_per_input = consumers_per_input // 2
-
-    def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
-        lanes = _lanes(block, config.blocks, config.length)
-        rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
-        places = [group * config.inputs * consumers_per_input + k for k in range(config.inputs * consumers_per_input)]
-        consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
-        slopes = [_slopes(c_ref, consumer) for consumer in consumers]
-        x_blocks = [_load(x_ref, row, lanes) for row in rows]
-        dys = [_load(dy_ref, _dy_row(dy_ref, gates, consumer >> 1), lanes) for consumer in consumers]
-        partners = [_load(x_ref, row, lanes) for row in partner_rows]
-        for k, row in enumerate(rows):
-            input_consumers = range(k * consumers_per_input, (k + 1) * consumers_per_input)
-            for p, lane_block in enumerate(lanes):
-                terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in input_consumers]
-                dx_ref[row, lane_block] = functools.reduce(jnp.add, terms).astype(dx_ref.dtype)
-            for gate, n in enumerate(input_consumers[:gates_per_input], k * gates_per_input):
-                for t, vector in enumerate(_gate_sums(list(zip(dys[n], x_blocks[k], partners[n], strict=True)))):
-                    rows_ref[_GATE_SUMS * gate + t] = vector
-        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * _TRAIL_ROWS, _TRAIL_ROWS)])
-
-    blocks, groups = N // (config.length * config.blocks), inputs // config.inputs
-    dx, sums = launch(
-        body,
-        dy,
-        coefficients.astype(jnp.float32),
-        graph.trail_consumers,
-        graph.trail_partners,
-        graph.trail_inputs,
-        x,
-        out=(x, jax.ShapeDtypeStruct((blocks, groups * _TRAIL_ROWS), jnp.float32)),
-        grid={"block": blocks, "group": groups},
-        scratch=[plgpu.SMEM((_TRAIL_ROWS, config.length), jnp.float32)],
-        barriers=False,
-        name="gate_layer_backward_along_trail",
-    )
-    return dx, _gather_from_trail(jnp.sum(sums, axis=0), graph, config)
-
-
-def _gather_from_trail(sums, graph, config):
-    """Return dc in the order of the gates, given the sums of all CTAs in the order of the trail."""
-    consumers_per_input, gates_per_input, place = graph.max_fan_out, graph.max_fan_out // 2, graph.trail_places
-    sums = sums.reshape(-1, _TRAIL_ROWS // _GATE_SUMS, _GATE_SUMS)
-    gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
-    dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # If the trail leaves an input through a gate that reads it as its b, the CTA computed this gate's sums with a and b
-    # exchanged. The sums of dy a and dy b are therefore exchanged back.
-    is_swapped = graph.trail_consumers[place] & 1 == 1
-    return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)
 
 
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
@@ -424,9 +318,9 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
             # not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
-            dys = [dy_ref[_dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
+            dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
             partners = [x_ref[row, lanes].astype(jnp.float32) for row in partner_rows]
-            slopes = [_slopes(c_ref, consumer) for consumer in consumers]
+            slopes = [consumer_slopes(c_ref, consumer) for consumer in consumers]
             sums = list(sums)
             for n, (e, dy, partner, (slope, curve)) in enumerate(zip(places, dys, partners, slopes, strict=True)):
                 k = n // config.consumers
@@ -459,7 +353,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
 
 def _coefficients_unsupported(dy, graph, x):
-    return unsupported_batch(x) or _unsupported_memory(_GATE_SUMS * _GATES)
+    return unsupported_batch(x) or unsupported_memory(GATE_SUMS * _GATES)
 
 
 def _coefficients_heuristic(dy, graph, x):
@@ -473,7 +367,7 @@ def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesCon
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):
         gates = [(g, a_ref[g], b_ref[g]) for g in _owned_gates(layer_gates, group)]
-        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, _lanes(block, config.blocks))
+        values = _values_of_gates(dy_ref, layer_gates, x_ref, gates, lane_blocks(block, config.blocks))
         _write_sums_of_gates(values, rows_ref, dc_ref, block, group)
 
     arrays, name = (dy, graph.a, graph.b, x), "gate_layer_backward_coefficients"

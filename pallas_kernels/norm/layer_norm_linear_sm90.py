@@ -11,8 +11,7 @@ input gradient, the two warpgroups share each block, and each warpgroup computes
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,16 +25,22 @@ from pallas_kernels.core.layouts import load, multiply_registers, operand, quoti
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import kernel
-from pallas_kernels.norm.statistics import inverse_root
+from pallas_kernels.norm.row_slices_sm90 import (
+    COLUMNS,
+    ROWS,
+    broadcast_columns,
+    broadcast_rows,
+    column_slices,
+    columns_of,
+    first_values_of,
+    load_columns,
+    normalise_rows,
+    sum_slices,
+)
 
-_ROWS = 64
-"""Rows per block: the number of rows of a `wgmma` instruction (PTX ISA)."""
 _MIN_ROWS = 65536
 """Smallest number of rows for which these kernels are faster than separate kernels for LayerNorm and for the dense
 layer. With fewer rows, the separate kernels exchange y through the L2 cache (docs/lab/2026-11-21-norm.md)."""
-_COLUMNS = 64
-"""Number of columns that are computed at once. In half precision, they fill the 128 bytes of an operand's row in shared
-memory."""
 _WARPGROUPS = 2
 """Number of warpgroups per CTA. With two, a thread has 255 registers and spills none; with three, it spills some
 (docs/lab/2026-11-21-norm.md)."""
@@ -72,8 +77,8 @@ def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None
     rows, (outputs, hidden) = x.shape[0], w.shape
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtypes {x.dtype} and {w.dtype}, only one half precision"
-    if rows % _ROWS:
-        return f"{rows} rows, only multiples of {_ROWS}"
+    if rows % ROWS:
+        return f"{rows} rows, only multiples of {ROWS}"
     if hidden not in (128, 256) or outputs not in (128, 256):
         return f"widths {hidden} and {outputs}, only 128 and 256"
     needed_bytes, available_bytes = shared_bytes(hidden, outputs), device.target().shared_bytes
@@ -85,8 +90,8 @@ def _aligned_bytes(*sizes: int) -> int:
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * _COLUMNS) -> int:
-    blocks, z_buffers = (2 * _WARPGROUPS * _ROWS * width for width in (hidden, columns))
+def _forward_bytes(hidden: int, outputs: int, columns: int = 2 * COLUMNS) -> int:
+    blocks, z_buffers = (2 * _WARPGROUPS * ROWS * width for width in (hidden, columns))
     return _aligned_bytes(blocks, z_buffers, 2 * outputs * hidden, 2 * (2 * hidden + outputs)) + 8 * (_WARPGROUPS + 1)
 
 
@@ -95,12 +100,12 @@ def _forward_unsupported(x, scale, bias, w, b, *, eps):
 
 
 def _forward_heuristic(x, scale, bias, w, b, *, eps):
-    return ForwardConfig(columns=2 * _COLUMNS) if x.shape[0] >= _MIN_ROWS else None
+    return ForwardConfig(columns=2 * COLUMNS) if x.shape[0] >= _MIN_ROWS else None
 
 
 def _input_gradient_bytes(hidden: int, outputs: int, stages: int = 2) -> int:
-    dz, x, hat = 2 * stages * _ROWS * outputs, 2 * _ROWS * hidden, 0 if hidden == outputs else 2 * _ROWS * hidden
-    return _aligned_bytes(dz, x, hat, 2 * outputs * hidden, 4 * stages * 2 * _WARPGROUPS * _ROWS) + 8 * (stages + 4)
+    dz, x, hat = 2 * stages * ROWS * outputs, 2 * ROWS * hidden, 0 if hidden == outputs else 2 * ROWS * hidden
+    return _aligned_bytes(dz, x, hat, 2 * outputs * hidden, 4 * stages * 2 * _WARPGROUPS * ROWS) + 8 * (stages + 4)
 
 
 def _input_gradient_unsupported(dz, x, scale, w, offset, inv_std):
@@ -126,7 +131,7 @@ def forward(
       w, b: `(outputs, hidden)` and `(outputs,)`; `hidden` and `outputs` are 128 or 256 each.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
-    programs = min(-(-rows // (_ROWS * _WARPGROUPS)), device.target().multiprocessors)
+    programs = min(-(-rows // (ROWS * _WARPGROUPS)), device.target().multiprocessors)
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return launch(
         _Forward(rows, hidden, outputs, programs, eps, config).body,
@@ -139,8 +144,8 @@ def forward(
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
-            operand((_WARPGROUPS, _ROWS, hidden), x.dtype),
-            operand((_WARPGROUPS, _ROWS, config.columns), x.dtype),
+            operand((_WARPGROUPS, ROWS, hidden), x.dtype),
+            operand((_WARPGROUPS, ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
             # Scale, bias, and b share an array, because Mosaic GPU aligns each array to `_ALIGNMENT`.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
@@ -184,10 +189,10 @@ class _Forward:
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = _ForwardRefs(*refs)
         first, stride = program * _WARPGROUPS + warpgroup, self.programs * _WARPGROUPS
-        steps = quotient(self.rows // _ROWS - first + stride - 1, stride)
+        steps = quotient(self.rows // ROWS - first + stride - 1, stride)
 
         def step_rows(step):
-            return pl.ds((first + step * stride) * _ROWS, _ROWS)
+            return pl.ds((first + step * stride) * ROWS, ROWS)
 
         def copy(step, stage, barrier):
             plgpu.copy_gmem_to_smem(refs.x.at[step_rows(step)], refs.x_stages.at[stage], barrier)
@@ -221,28 +226,28 @@ class _Forward:
     def _block(self, refs, x, rows, z_buffer):
         """Compute z, offset, and inv_std for a block of rows `x` in registers."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
-        hat, offset, inv_std = _normalise(x, _first_values(x), self.eps)
+        hat, offset, inv_std = normalise_rows(x, first_values_of(x), self.eps)
         store(refs.offset.at[rows], offset)
         store(refs.inv_std.at[rows], inv_std)
 
         def y(columns):
-            scale, bias = (_load_columns(ref, columns) for ref in (scales, biases))
+            scale, bias = (load_columns(ref, columns) for ref in (scales, biases))
             return (hat(columns) * scale + bias).astype(x.dtype)
 
-        ys = [(y(columns), columns) for columns in _pieces(self.hidden)]
+        ys = [(y(columns), columns) for columns in column_slices(self.hidden)]
 
         def multiply(sums):
-            scratch = z_buffer.at[:, pl.ds(0, _COLUMNS)]
+            scratch = z_buffer.at[:, pl.ds(0, COLUMNS)]
             for y, columns in ys:
                 multiply_registers(sums, y, refs.weights.at[:, columns].transpose((1, 0)), scratch)
             return sums[...]
 
-        z = pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.outputs)))
+        z = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.outputs)))
         for start in range(0, self.outputs, self.config.columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for buffer_columns in _pieces(self.config.columns):
+            for buffer_columns in column_slices(self.config.columns):
                 columns = pl.ds(start + buffer_columns.start, buffer_columns.size)
-                z_buffer[:, buffer_columns] = (_piece(z, columns) + _load_columns(bs, columns)).astype(x.dtype)
+                z_buffer[:, buffer_columns] = (columns_of(z, columns) + load_columns(bs, columns)).astype(x.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(z_buffer, refs.z.at[rows, pl.ds(start, self.config.columns)])
 
@@ -262,8 +267,8 @@ def input_gradient(
       offset, inv_std: results of the forward.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
-    programs = min(rows // _ROWS, device.target().multiprocessors)
-    half = operand((_WARPGROUPS, _ROWS, hidden // 2), x.dtype)
+    programs = min(rows // ROWS, device.target().multiprocessors)
+    half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
     return launch(
         _InputGradient(rows, hidden, outputs, programs, config).body,
         dz,
@@ -276,12 +281,12 @@ def input_gradient(
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
-            operand((config.stages, _WARPGROUPS, _ROWS, outputs // 2), x.dtype),
+            operand((config.stages, _WARPGROUPS, ROWS, outputs // 2), x.dtype),
             half,
             # If x̂ is as wide as dz, dz's stage also holds x̂, until x̂ is copied to device memory.
             None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
-            plgpu.SMEM((config.stages, 2, _WARPGROUPS, _ROWS), jnp.float32),
+            plgpu.SMEM((config.stages, 2, _WARPGROUPS, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(),
@@ -328,10 +333,10 @@ class _InputGradient:
     def body(self, *refs: Any, program: Any, warpgroup: Any) -> None:
         refs = _InputGradientRefs(*refs)
         columns, dz_columns = (pl.ds(warpgroup * half, half) for half in (self.hidden // 2, self.outputs // 2))
-        steps = quotient(self.rows // _ROWS - program + self.programs - 1, self.programs)
+        steps = quotient(self.rows // ROWS - program + self.programs - 1, self.programs)
 
         def step_rows(step):
-            return pl.ds((program + step * self.programs) * _ROWS, _ROWS)
+            return pl.ds((program + step * self.programs) * ROWS, ROWS)
 
         def copy_x(step, stage, barrier):
             plgpu.copy_gmem_to_smem(refs.x.at[step_rows(step), columns], refs.x_stages.at[stage], barrier)
@@ -375,18 +380,18 @@ class _InputGradient:
         x = load(x_stage, plgpu.Layout.WGMMA)
 
         def hat_piece(columns):
-            deviation = _piece(x, columns).astype(jnp.float32) - _broadcast_rows(first) - _broadcast_rows(offset)
-            return deviation * _broadcast_rows(inv_std)
+            deviation = columns_of(x, columns).astype(jnp.float32) - broadcast_rows(first) - broadcast_rows(offset)
+            return deviation * broadcast_rows(inv_std)
 
         def t(columns):
-            return _piece(dn, columns) * _broadcast_columns(_piece(scales, columns))
+            return columns_of(dn, columns) * broadcast_columns(columns_of(scales, columns))
 
         mean, projection = self._means(refs, stage, warpgroup, t, hat_piece)
         hat_stage = refs.dz_stages.at[stage, warpgroup] if refs.hat_buffers is None else refs.hat_buffers.at[warpgroup]
-        for piece in _pieces(self.hidden // 2):
+        for piece in column_slices(self.hidden // 2):
             hat = hat_piece(piece)
-            dx = t(piece) - _broadcast_rows(mean) - hat * _broadcast_rows(projection)
-            x_stage[:, piece] = (dx * _broadcast_rows(inv_std)).astype(x_stage.dtype)
+            dx = t(piece) - broadcast_rows(mean) - hat * broadcast_rows(projection)
+            x_stage[:, piece] = (dx * broadcast_rows(inv_std)).astype(x_stage.dtype)
             hat_stage[:, piece] = hat.astype(x_stage.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_stage, refs.dx.at[rows, columns])
@@ -402,13 +407,13 @@ class _InputGradient:
             plgpu.wgmma_wait(0)
             return sums[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((_ROWS, self.hidden // 2)))
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
         """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums over half of the columns, and then waits for
         the sums of the other warpgroup."""
-        pieces = _pieces(self.hidden // 2)
-        sums = [_sum(t, pieces), _sum(lambda columns: t(columns) * hat_piece(columns), pieces)]
+        pieces = column_slices(self.hidden // 2)
+        sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
         # After this barrier, both warpgroups have finished their products with dz's stage, so x̂ may overwrite it.
@@ -420,56 +425,3 @@ class _InputGradient:
             return (halves[0] + halves[1]) * (1 / self.hidden)
 
         return mean(0), mean(1)
-
-
-# -------------------------------------------------------------------------------------------------- blocks in registers
-
-
-def _pieces(width: int) -> list[Any]:
-    return [pl.ds(start, _COLUMNS) for start in range(0, width, _COLUMNS)]
-
-
-def _piece(a: Array, columns: Any) -> Array:
-    return a[..., columns.start : columns.start + columns.size]
-
-
-def _broadcast_rows(a: Array) -> Array:
-    return lax.broadcast_in_dim(a, (_ROWS, _COLUMNS), (0,))
-
-
-def _broadcast_columns(a: Array) -> Array:
-    return lax.broadcast_in_dim(a.astype(jnp.float32), (_ROWS, _COLUMNS), (1,))
-
-
-def _load_columns(ref: Any, columns: Any) -> Array:
-    return _broadcast_columns(load(ref.at[columns], value_a_column(), optimized=False))
-
-
-def _first_values(x: Array) -> Array:
-    """Return the first value of each row. Only one of the threads that hold a row has this value. The row's first
-    columns are therefore summed over these threads, with zeros in place of all other values."""
-    first_columns = _piece(x, pl.ds(0, 8)).astype(jnp.float32)
-    column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
-
-
-def _sum(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum over each row of `function(piece)`, for all pieces. The pieces are added first, so that one
-    reduction by shuffles is enough."""
-    return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
-
-
-def _normalise(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂ as a function of the columns, offset, inv_std) for a block of rows."""
-    pieces, share = _pieces(x.shape[1]), 1 / x.shape[1]
-
-    def difference(columns):
-        return _piece(x, columns).astype(jnp.float32) - _broadcast_rows(first_values)
-
-    offset = _sum(difference, pieces) * share
-
-    def deviation(columns):
-        return difference(columns) - _broadcast_rows(offset)
-
-    inv_std = inverse_root(_sum(lambda columns: jnp.square(deviation(columns)), pieces) * share, eps)
-    return lambda columns: deviation(columns) * _broadcast_rows(inv_std), offset, inv_std

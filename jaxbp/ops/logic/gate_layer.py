@@ -43,6 +43,7 @@ from jaxbp.pairing import (
 from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import backward as backward_kernels
+from pallas_kernels.logic import backward_along_trail
 from pallas_kernels.logic import forward as forward_kernel
 from pallas_kernels.logic.graph import Graph
 from pallas_kernels.logic.mixture import mixture, mixture_gradient
@@ -166,7 +167,7 @@ def _fastest_gradients(dy, coefficients, graph, x):
     """
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
-    for kernel in (backward_kernels.gradients_by_gate, backward_kernels.gradients_along_trail):
+    for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
         if kernel.pays(*arrays):
             return on_gpu(kernel, by_input, *arrays)
     if backward_kernels.input_gradient.pays(*arrays) and backward_kernels.coefficients_gradient.pays(dy, graph, x):

@@ -13,6 +13,7 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.logic import backward as kernels
+from pallas_kernels.logic.backward_along_trail import SUM_ROWS, gradients_along_trail
 
 WIRES = {
     "few consumers": lambda: Wires.unique(6, 6, seed=0),  # at most three
@@ -28,7 +29,7 @@ ONE_CONSUMER = {
     "one consumer": lambda: Wires.unique(20, 10, seed=0),
     "one gate": lambda: Wires.from_pairs([1], [0], 2),
 }
-BY_GATE, BY_INPUT, ALONG_TRAIL = kernels.gradients_by_gate, kernels.gradients_by_input, kernels.gradients_along_trail
+BY_GATE, BY_INPUT, ALONG_TRAIL = kernels.gradients_by_gate, kernels.gradients_by_input, gradients_along_trail
 SEPARATE = (kernels.input_gradient, kernels.coefficients_gradient)
 
 
@@ -169,7 +170,7 @@ def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
 
 @pytest.mark.parametrize("kernel", [ALONG_TRAIL, BY_GATE, kernels.coefficients_gradient], ids=repr)
 def test_a_gpu_of_less_shared_memory_than_their_sums_is_refused(kernel):
-    needed = (kernels._TRAIL_ROWS if kernel is ALONG_TRAIL else kernels._GATE_SUMS * kernels._GATES) * LANES * 4
+    needed = (SUM_ROWS if kernel is ALONG_TRAIL else kernels.GATE_SUMS * kernels._GATES) * LANES * 4
     given = arguments(kernel, *structs(16 if kernel is BY_GATE else 8, 8, 128))
     for has, reason in (
         (needed, None),

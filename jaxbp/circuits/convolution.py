@@ -1,0 +1,158 @@
+"""One convolution of hardened gates, for images of one size."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import UInt8, UInt32
+
+from jaxbp.circuits.circuit import bitwise_gates, gate_numbers
+from jaxbp.circuits.netlist import GateList, Netlist
+from jaxbp.common import checks
+from jaxbp.common.windows import output_size, window_padding
+from jaxbp.logic.tree_wires import TreeWires
+
+OR = 7
+"""The number of the function "or" among the 16 functions of a gate. Or-pools consist of these gates."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution:
+    """A convolution of hardened kernels, for images of one size, followed by an or-pool. A kernel is a tree of gates.
+
+    Attributes:
+      gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
+      wires: the inputs that the kernels' trees read.
+      shape: channels, height and width of the images.
+      stride: the kernels' stride in rows and in columns.
+      padding: the number of zeros before and after the rows, and before and after the columns.
+      pool: the height and width of a pool's window. Windows do not overlap, and incomplete windows are dropped.
+    """
+
+    gates: UInt8[np.ndarray, "kernels gates"]
+    wires: TreeWires
+    shape: tuple[int, int, int]
+    stride: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]]
+    pool: tuple[int, int]
+
+    @property
+    def padded_shape(self) -> tuple[int, int, int]:
+        channels, *size = self.shape
+        return (channels, *(n + sum(p) for n, p in zip(size, self.padding, strict=True)))
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """The number of kernels, and the height and width after the pool."""
+        places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
+        return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The distance between neighboring windows of the pool, as numbers of rows and of columns of the input
+        image."""
+        return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
+
+    @property
+    def pooled(self) -> list[tuple[int, int]]:
+        """The positions of a kernel in one window of the pool, as offsets (rows, columns) in the input image from the
+        first position."""
+        return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
+
+    @property
+    def placed_gates(self) -> int:
+        """The number of gates if every position that a pool reads has a separate copy of the kernels, plus the gates of
+        the pools."""
+        pool = math.prod(self.pool)
+        return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
+
+    def netlist(self) -> Netlist:
+        """Return all kernels as one netlist, from a window `(channels, height, width)` to one output per kernel."""
+        size = (self.shape[0], *self.wires.window)
+        gates = GateList(math.prod(size))
+        return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
+
+    @property
+    def _leaves(self) -> tuple[np.ndarray, ...]:
+        """The channels, rows, and columns that the leaves of each kernel read, as three arrays `(kernels, leaves)`."""
+        return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
+
+    def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
+        """Return the values of the kernels' roots, `(kernels, ...)`, given the values of their leaves,
+        `(kernels, leaves, ...)`.
+
+        `of_gates` maps the numbers of gates and the values of their two inputs to the values of the gates.
+        """
+        first = 0
+        while (count := values.shape[1] // 2) > 0:
+            values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
+            first += count
+        return values[:, 0]
+
+    def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
+        """Return the values of x that kernels read at some positions in their windows, for all positions of the
+        windows.
+
+        Args:
+          x: `(channels, height, width, ...)`, with padding.
+          places: the positions in a kernel's window: their channels, rows, and columns, as three arrays of one shape.
+
+        Returns:
+          A list with one array per position in a pool's window. The shape of an array is the shape of `places`,
+          followed by `(rows, columns, ...)`, the size of the pooled image.
+        """
+        (_, rows, columns), (down, right) = self.output_shape, self.steps
+        channel, row, column = (place[..., None, None] for place in places)
+        row, column = row + down * np.arange(rows)[:, None], column + right * np.arange(columns)
+        return [x[channel, row + u, column + v] for u, v in self.pooled]
+
+    def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
+        """Return the pooled images of packed images, packed in the same way."""
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+        leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
+        return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
+
+    def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
+        """Add to `gates` one copy of the gates in `kernels` per position of the convolution, and the gates of the
+        or-pool.
+
+        x has the source of each element of the input image. The result has the source of each element of the pooled
+        image.
+        """
+        if any(map(any, self.padding)):
+            x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
+        window = tuple(np.indices((self.shape[0], *self.wires.window)).reshape(3, -1))
+        places = [gates.place(kernels, np.moveaxis(found, 0, -1)) for found in self._windows(x, window)]
+        return np.moveaxis(functools.reduce(functools.partial(gates.add, OR), places), -1, 0)
+
+
+def convolution_of(
+    op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
+) -> Convolution:
+    """Check the arguments of one convolution, for images of this shape, and return it. `op` begins each error
+    message."""
+    gates = gate_numbers(op, gates, wires.kernels, wires.gates)
+    if wires.channels != shape[0]:
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, as its input has")
+    if unknown := options.keys() - {"stride", "padding", "pool"}:
+        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
+    stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
+    padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
+    places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
+    if any(n < p for n, p in zip(places, pool, strict=True)):
+        found, least = sizes_text(np.maximum(places, 0)), sizes_text(pool)
+        raise ValueError(f"{op} has {found} positions; wants at least {least}, one window of the pool")
+    return Convolution(gates, wires, shape, stride, padding, pool)
+
+
+def sizes_text(shape: Iterable[int]) -> str:
+    """Return the sizes as text, such as `3 x 32 x 32`."""
+    return " x ".join(map(str, shape))

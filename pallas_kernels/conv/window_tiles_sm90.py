@@ -1,0 +1,65 @@
+"""Tiles of pooling windows, for the forwards of convolution, ReLU, and max-pooling on Hopper's tensor cores."""
+
+import dataclasses
+from typing import Any, Self
+
+from pallas_kernels.core.layouts import quotient
+
+EXAMPLES = 64
+"""Examples per tile. With 64, a thread has 32 sums for each position of a window."""
+MAX_BOX = 256
+"""Maximum number of elements along each axis of a bulk copy."""
+BARRIER_BYTES = 1024
+"""Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowTiles:
+    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows.
+
+    Attributes:
+      K, C: numbers of output and input channels.
+      P, Q: numbers of rows and columns of windows.
+      N: batch size.
+      F, G: numbers of rows and columns of a filter.
+      R, S: numbers of rows and columns of a window.
+      config: the config of the kernel.
+    """
+
+    K: int
+    P: int
+    Q: int
+    N: int
+    C: int
+    F: int
+    G: int
+    R: int
+    S: int
+    config: Any
+
+    @classmethod
+    def from_shapes(cls, x: Any, w: Any, window: tuple[int, int], config: Any) -> Self:
+        (_, H, W, N), (K, C, F, G), (R, S) = x.shape, w.shape, window
+        return cls(K, (H - F + 1) // R, (W - G + 1) // S, N, C, F, G, R, S, config)
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Numbers of rows and columns of the patch that a tile reads."""
+        return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return self.P // self.config.rows, self.Q // self.config.columns
+
+    @property
+    def units(self) -> int:
+        """Number of units that are divided among warpgroups. A unit is a tile for one block of 64 examples."""
+        return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
+
+    def unit(self, number: Any) -> tuple[Any, Any, Any]:
+        """Return the row and column of a unit's first window, and the index of its block of examples. Units of one
+        block are consecutive, so that concurrent CTAs read the same images from L2."""
+        tile_rows, tile_columns = self.tiles
+        row = quotient(number, tile_columns)
+        column, block = number - row * tile_columns, quotient(row, tile_rows)
+        return (row - block * tile_rows) * self.config.rows, column * self.config.columns, block

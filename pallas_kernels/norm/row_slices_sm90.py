@@ -1,0 +1,77 @@
+"""Blocks of 64 rows in registers, for LayerNorm before a product on Hopper's tensor cores.
+
+The values of a block are computed in slices of `COLUMNS` columns, in float32.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core.layouts import load, value_a_column
+from pallas_kernels.core.mosaic import plgpu
+from pallas_kernels.norm.statistics import inverse_root
+
+ROWS = 64
+"""Rows per block: the number of rows of a `wgmma` instruction (PTX ISA)."""
+COLUMNS = 64
+"""Number of columns that are computed at once. In half precision, they fill the 128 bytes of an operand's row in shared
+memory."""
+
+
+def column_slices(width: int) -> list[Any]:
+    """Return slices of `COLUMNS` columns that cover a row."""
+    return [pl.ds(start, COLUMNS) for start in range(0, width, COLUMNS)]
+
+
+def columns_of(a: Array, columns: Any) -> Array:
+    """Return the columns in one slice of an array in registers."""
+    return a[..., columns.start : columns.start + columns.size]
+
+
+def broadcast_rows(a: Array) -> Array:
+    """Broadcast one value per row to a slice of the block."""
+    return lax.broadcast_in_dim(a, (ROWS, COLUMNS), (0,))
+
+
+def broadcast_columns(a: Array) -> Array:
+    """Broadcast one value per column to a slice of the block, in float32."""
+    return lax.broadcast_in_dim(a.astype(jnp.float32), (ROWS, COLUMNS), (1,))
+
+
+def load_columns(ref: Any, columns: Any) -> Array:
+    """Load one value per column, and broadcast them as `broadcast_columns` does."""
+    return broadcast_columns(load(ref.at[columns], value_a_column(), optimized=False))
+
+
+def first_values_of(x: Array) -> Array:
+    """Return the first value of each row. Only one of the threads that hold a row has this value. The row's first
+    columns are therefore summed over these threads, with zeros in place of all other values."""
+    first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
+    column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
+
+
+def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
+    """Return the sum over each row of `function(piece)`, for all pieces. The pieces are added first, so that one
+    reduction by shuffles is enough."""
+    return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
+
+
+def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
+    """Return (x̂ as a function of the columns, offset, inv_std) for a block of rows."""
+    pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
+
+    def difference(columns):
+        return columns_of(x, columns).astype(jnp.float32) - broadcast_rows(first_values)
+
+    offset = sum_slices(difference, pieces) * share
+
+    def deviation(columns):
+        return difference(columns) - broadcast_rows(offset)
+
+    inv_std = inverse_root(sum_slices(lambda columns: jnp.square(deviation(columns)), pieces) * share, eps)
+    return lambda columns: deviation(columns) * broadcast_rows(inv_std), offset, inv_std
