@@ -55,6 +55,15 @@ def simulate(kernel, *arrays):
         return jax.block_until_ready(kernel(*arrays))
 
 
+def assert_equals_exact(forward, window, config, arrays):
+    """Assert that a kernel in the simulator gives the bits of the exact kernel. The arrays are integers, whose sums are
+    exact. If maxima are equal, the first index is correct."""
+    kernel, exact = with_exact(forward, window, config)
+    with on_the_cpu():
+        expected = exact(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, simulate(kernel, *arrays), expected)
+
+
 def assert_a_nan_stays_with_its_example(forward, config, dtype):
     x, w, b = integers(*shapes("small"), dtype=dtype)
     kernel, exact = with_exact(forward, config=config)

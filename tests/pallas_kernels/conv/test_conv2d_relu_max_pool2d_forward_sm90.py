@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from fused_blocks import (
     assert_a_nan_stays_with_its_example,
+    assert_equals_exact,
     can_simulate,
     integers,
     shapes,
-    simulate,
     structs,
     with_exact,
 )
-from helpers import cuda_program, normal, on_the_cpu, relative_error
+from helpers import cuda_program, normal, relative_error
 
 from pallas_kernels.conv.conv2d_relu_max_pool2d_forward_sm90 import Config, forward
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
@@ -38,11 +38,7 @@ HALVES = ["bfloat16", "float16"]
 )
 def test_the_simulator_finds_it_right(block, window, config, dtype, spare):
     arrays = integers(*shapes(block, LANES, window, spare), dtype=dtype)
-    kernel, exact = with_exact(forward, window, config)
-    with on_the_cpu():
-        expected = exact(*arrays)
-    # If maxima are equal, the first index is correct.
-    jax.tree.map(np.testing.assert_array_equal, simulate(kernel, *arrays), expected)
+    assert_equals_exact(forward, window, config, arrays)
 
 
 @can_simulate

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fused_blocks import (
     assert_a_nan_stays_with_its_example,
+    assert_equals_exact,
     can_simulate,
     integers,
     shapes,
@@ -37,11 +38,7 @@ pytestmark = pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="older ve
 )
 def test_the_simulator_finds_it_right(block, window, config, spare):
     arrays = integers(*shapes(block, LANES, window, spare), dtype="float32")
-    kernel, exact = with_exact(forward, window, config)
-    with on_the_cpu():
-        expected = exact(*arrays)
-    # If maxima are equal, the first index is correct.
-    jax.tree.map(np.testing.assert_array_equal, simulate(kernel, *arrays), expected)
+    assert_equals_exact(forward, window, config, arrays)
 
 
 @can_simulate
