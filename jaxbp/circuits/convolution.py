@@ -89,7 +89,8 @@ class Convolution:
         """Return the values of the kernels' roots, `(kernels, ...)`, given the values of their leaves,
         `(kernels, leaves, ...)`.
 
-        `of_gates` maps the numbers of gates and the values of their two inputs to the values of the gates.
+        `of_gates` maps the functions of the gates, as numbers, and the values of their two inputs to the values of the
+        gates.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:

@@ -60,7 +60,7 @@ its registers."""
 _WARPGROUPS = 2
 """Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
 _MAX_STAGES = 4
-"""Maximum number of stages per warpgroup. Chosen by hand; not tuned."""
+"""Maximum number of stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
 """Estimated clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
 _MIN_BATCH = 2048

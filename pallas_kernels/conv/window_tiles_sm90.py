@@ -23,7 +23,6 @@ class WindowTiles:
       N: batch size.
       F, G: numbers of rows and columns of a filter.
       R, S: numbers of rows and columns of a window.
-      config: the config of the kernel.
     """
 
     K: int

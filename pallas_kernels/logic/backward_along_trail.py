@@ -31,10 +31,11 @@ from pallas_kernels.logic.graph import Graph
 _CONSUMERS = (2, 4)
 """The numbers of consumers per input that the kernel supports."""
 _MAX_BLOCKS = 8
-"""Most lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower:
+docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
-"""Most bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane blocks. Chosen
-by hand; not tuned."""
+"""Maximum number of bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane
+blocks. Not tuned."""
 _LOAD_BYTES = 4
 """Bytes that a thread loads at once: one example in float32, two in half precision. With one example per load in half
 precision, threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
@@ -77,10 +78,7 @@ def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
     """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs.
-
-    All loads of a CTA are in flight at once.
-    """
+    trail leaves these inputs."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

@@ -16,10 +16,10 @@ from pallas_kernels.core.gathers import columns, gather_elements, lane_and_colum
 from pallas_kernels.core.layouts import LANES
 
 _MAX_LEAVES = 16
-"""Most leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Maximum number of leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Most positions per pooling window. The tree is evaluated at one position after another in unrolled code. Chosen by
-hand, for windows up to 3 x 3; not tuned."""
+"""Maximum number of positions per pooling window. The tree is evaluated at one position after another in unrolled code.
+Chosen by hand, for windows up to 3 x 3; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

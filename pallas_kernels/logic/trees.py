@@ -170,7 +170,7 @@ def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
     """Compute the gradients of the coefficients and of the leaves for one tree, `rows` rows of pooling windows, and a
-    block of examples. This is the kernel's body."""
+    block of examples."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

@@ -25,14 +25,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Most bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient` computes.
-With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even smaller
-bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient`
+computes. With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even
+smaller bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted number of bands per multiprocessor, if images have enough rows. Several CTAs are needed because each waits for
 memory most of the time. Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Most pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Chosen by hand; not
+"""Maximum number of pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Not
 tuned."""
 
 
@@ -131,7 +131,7 @@ class _Bands:
           rows: number of rows of pooling windows.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # The first row of pooling windows in whose last position the leaf reads the band's first row or a later row.
+        # In the last position of this row of pooling windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
@@ -161,7 +161,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """Compute dx for one band of one channel, and a block of examples. This is the kernel's body."""
+    """Compute dx for one band of one channel, and a block of examples."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
