@@ -45,6 +45,10 @@ from .ops.dense.linear_algebra import outer as outer
 from .ops.dense.linear_algebra import outer_backward as outer_backward
 from .ops.dense.linear_algebra import transpose as transpose
 from .ops.dense.linear_algebra import transpose_backward as transpose_backward
+from .ops.dense.linear_softmax_cross_entropy import linear_softmax_cross_entropy as linear_softmax_cross_entropy
+from .ops.dense.linear_softmax_cross_entropy import (
+    linear_softmax_cross_entropy_backward as linear_softmax_cross_entropy_backward,
+)
 from .ops.dense.mlp_softmax_cross_entropy import mlp_softmax_cross_entropy as mlp_softmax_cross_entropy
 from .ops.dense.mlp_softmax_cross_entropy import (
     mlp_softmax_cross_entropy_backward as mlp_softmax_cross_entropy_backward,

@@ -16,6 +16,7 @@ from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Ent
 from jaxbp.logic.gates import PASS_THROUGH
 from jaxbp.ops.conv import avg_pool2d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
+from jaxbp.ops.dense import linear_softmax_cross_entropy as fused_loss
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.logic import automaton_rollout, gate_layer, logic_conv2d
 from jaxbp.ops.norm import batch_norm, layer_norm, layer_norm_linear
@@ -135,6 +136,16 @@ def _without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 _SMOOTH = Argument((2, 3, 4))
 _KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
+
+
+_VOCABULARY = (4096, 4096, 128256)
+"""Rows, features, and classes of the last layer of a language model."""
+
+
+def _large_vocabulary(features: int, classes: int) -> tuple[Any, ...]:
+    """Return the arguments x, w, labels, b. The weights are scaled so that the logits have about the scale of x."""
+    w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
+    return (BATCH, features), w, labels, (classes,)
 
 
 def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
@@ -291,6 +302,16 @@ CATALOGUE: tuple[Entry, ...] = (
             "classes": _case((BATCH,), (BATCH, 10), _CLASS),
             "weights": _case((BATCH,), (BATCH, 10), Argument((BATCH, 10), weights=True)),
         },
+    ),
+    Entry(
+        fused_loss.linear_softmax_cross_entropy,
+        _case((2, 3, 5), (4, 5), _LABELS, (4,), label_smoothing=0.1, z_loss=0.01, softcap=5.0),
+        _rows(_VOCABULARY, of=lambda *size: _case(*_large_vocabulary(*size))),
+    ),
+    Entry(
+        fused_loss.linear_softmax_cross_entropy_backward,
+        _case((2, 3), (2, 3, 5), (4, 5), _LABELS, (4,), label_smoothing=0.1, z_loss=0.01, reduction=None),
+        _rows(_VOCABULARY, of=lambda *size: _case((), *_large_vocabulary(*size))),
     ),
     *(
         Entry(function, _case((2, 3, 5), _LABELS, *_LAYERS), {"fc1 to fc3": _case(*_LENET_TAIL)})

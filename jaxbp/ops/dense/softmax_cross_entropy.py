@@ -30,7 +30,7 @@ def losses(logits, labels):
     if _is_class(labels):
         valid = are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
-        loss = _nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
+        loss = nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
     else:
         y = upcast(labels)
         terms = y * jnp.where(_is_masked(y, log_probabilities), 0.0, log_probabilities)
@@ -42,7 +42,7 @@ def are_valid(labels, classes):
     return (labels >= 0) & (labels < classes)
 
 
-def _nan_unless(valid, loss):
+def nan_unless(valid, loss):
     """Return the loss where `valid` is true, and NaN elsewhere.
 
     Where the loss is NaN, the gradient is NaN too, unless the cotangent of the loss is 0.
