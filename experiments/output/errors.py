@@ -7,6 +7,7 @@
 
 import contextlib
 import difflib
+import io
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +57,12 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run the command and return its exit code. After an exception, print one line on stderr."""
+    """Run the command and return its exit code. After an exception, print one line on stderr.
+
+    Characters that stdout cannot encode, as in the name of a file that is not UTF-8, are printed as escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command()
     except FileNotFoundError as error:

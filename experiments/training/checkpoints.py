@@ -14,7 +14,9 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,10 @@ class Checkpoint:
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The arrays of the state, by path. They are read on first access."""
-        path = (self.path / STATE).resolve()  # Orbax takes only absolute paths
-        with _orbax() as orbax:
-            like = orbax.metadata(path).item_metadata.tree
+        with _for_orbax(self.path) as folder, _orbax() as orbax:
+            like = orbax.metadata(folder / STATE).item_metadata.tree
             restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-            return traverse_util.flatten_dict(orbax.restore(path, restore_args=restore), sep="/")
+            return traverse_util.flatten_dict(orbax.restore(folder / STATE, restore_args=restore), sep="/")
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
@@ -68,7 +69,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
-        save_state(unfinished / STATE, arrays)
+        save_state(unfinished, arrays)
         files = list(_files(unfinished / STATE))
         to_disk(*files, *{folder for file in files for folder in file.parents if folder.is_relative_to(unfinished)})
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
@@ -92,9 +93,27 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
     write_atomically(path / RUN, json.dumps(run, indent=1).encode())
 
 
-def save_state(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with _orbax() as orbax:
-        orbax.save(path.resolve(), traverse_util.unflatten_dict(dict(arrays), sep="/"))
+def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the arrays to `state/` in the folder."""
+    with _for_orbax(folder) as plain, _orbax() as orbax:
+        orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
+
+
+@contextlib.contextmanager
+def _for_orbax(folder: Path) -> Iterator[Path]:
+    """Yield an absolute path to the folder that Orbax accepts.
+
+    Orbax takes `[` for a pattern, and fails for a backslash and for names that are not UTF-8. A path with any unusual
+    character therefore leads through a symbolic link.
+    """
+    folder = folder.resolve()
+    if re.fullmatch(r"[\w/. -]*", str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxbp-") as links:
+        link = Path(links) / "checkpoint"
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
 
 
 def _orbax():

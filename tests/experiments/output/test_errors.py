@@ -1,3 +1,6 @@
+import io
+import sys
+
 import pytest
 
 from experiments.output.errors import BrokenRun, Stopped, UserError, exit_code, kept_in, warn
@@ -28,6 +31,14 @@ def test_a_command_ends_in_one_line_and_an_exit_code(error, code, said, capsys):
 def test_a_command_that_ends_well_has_its_own_code(capsys):
     assert [exit_code(lambda code=code: code) for code in (0, 1)] == [0, 1]
     assert capsys.readouterr().err == ""
+
+
+def test_what_stdout_cannot_encode_is_printed_as_an_escape(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert exit_code(lambda: print("curves in \udcff") or 0) == 0
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"curves in \\udcff\n"
 
 
 def test_what_is_under_development_keeps_its_traceback():

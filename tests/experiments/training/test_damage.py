@@ -27,14 +27,14 @@ def quick(toy_config, prepared_once, tmp_path_factory):
     """Add the toy experiment to the command line. It is compiled once, and Orbax writes equal arrays once."""
     save, written = checkpoints.save_state, []
 
-    def saved(path, arrays):
+    def saved(folder, arrays):
         for others, copy in written:
             if others.keys() == arrays.keys() and all(np.array_equal(arrays[name], others[name]) for name in others):
-                shutil.copytree(copy, path)
+                shutil.copytree(copy, folder / checkpoints.STATE)
                 return
-        save(path, arrays)
+        save(folder, arrays)
         copy = tmp_path_factory.mktemp("state") / "state"
-        written.append((arrays, shutil.copytree(path, copy)))
+        written.append((arrays, shutil.copytree(folder / checkpoints.STATE, copy)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(configs.EXPERIMENTS, "toy", toy_config)

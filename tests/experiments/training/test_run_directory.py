@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -254,6 +255,16 @@ def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config
 
 def test_a_run_can_be_moved_and_then_resumed(toy_config, whole_run, tmp_path, monkeypatch):
     run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch).rename(tmp_path / "moved")
+    train.train(toy_config(run_dir=run_dir, resume=True))
+    assert_same_run(run_dir, whole_run)
+
+
+NAMES = ["a[b]", "*?", "new\nline", "back\\slash", "|#%20&:{}", "→", os.fsdecode(b"not \xff UTF-8")]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_a_run_resumes_in_a_directory_of_any_name(toy_config, whole_run, tmp_path, monkeypatch, name):
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / name), monkeypatch)
     train.train(toy_config(run_dir=run_dir, resume=True))
     assert_same_run(run_dir, whole_run)
 
