@@ -12,6 +12,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     at any moment.
 
     A kill can leave a temporary file in the folder. `is_leftover` recognizes it by name.
+
+    Raises:
+      OSError: with the name of the file, if it cannot be written.
     """
     temporary = temporary_name(path)
     try:
@@ -20,6 +23,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk is an error without a file name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     to_disk(path.parent)

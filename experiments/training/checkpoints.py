@@ -13,8 +13,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -94,9 +96,36 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `state/` in the folder."""
-    with _for_orbax(folder) as plain, _orbax() as orbax:
-        orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
+    """Write the arrays to `state/` in the folder.
+
+    Raises:
+      OSError: for an error of the operating system, such as a full disk.
+    """
+    try:
+        with _for_orbax(folder) as plain, _silent_threads(), _orbax() as orbax:
+            orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
+    except ValueError as error:
+        if (found := re.search(r"\[os_error_code='(\d+)'\]", str(error))) is None:
+            raise
+        code = int(found[1])
+        raise OSError(code, os.strerror(code), str(folder)) from None
+
+
+@contextlib.contextmanager
+def _silent_threads() -> Iterator[None]:
+    """Silence the threads of Orbax, which print tracebacks of an error that `save` raises too."""
+    previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
+
+    def hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
+
+    sys.unraisablehook, logger.disabled = hook, True
+    try:
+        yield
+    finally:
+        logger.disabled = is_disabled
+    sys.unraisablehook = previous  # not after an error, because threads go on printing after `save` has raised it
 
 
 @contextlib.contextmanager

@@ -14,13 +14,14 @@ changed.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -35,6 +36,8 @@ from experiments.training.checkpoints import Checkpoint
 from experiments.training.loop import Metrics
 
 KEPT_CHECKPOINTS = 2
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+"""Errors of a disk that is full, over its quota, broken, or read-only."""
 LOCK, CHECKPOINTS, CONFIG, METRICS, CHECKSUMS = ".lock", "checkpoints", "config.json", "metrics.jsonl", "files.sha256"
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -123,8 +126,18 @@ class RunDirectory:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Unlock the directory.
+
+        Raises:
+          BrokenRun: instead of an OSError in `DISK_ERRORS`, if there is a checkpoint to resume from.
+        """
         self._open.close()
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
+            raise BrokenRun(
+                f"run_dir = {self._path}: {error.strerror}; no data was lost, and --resume continues after epoch "
+                f"{len(self.metrics)}"
+            ) from error
 
     @property
     def has_begun(self) -> bool:
@@ -156,8 +169,9 @@ class RunDirectory:
             self._open.enter_context(_locked(self._path))
             _check_is_free(self._path)  # again under the lock: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
-            self._checkpoint = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
-            self._save(initial, [])
+            first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
+            checkpoints.write(first, checkpoints.to_arrays(initial))
+            self._checkpoint = first
             self._write_anew()
             return initial
         saved = self._checkpoint.constants
@@ -179,7 +193,9 @@ class RunDirectory:
     def save(self, metrics: Metrics, state: PyTree) -> None:
         """Save the metrics of an epoch, and the state after the epoch. When this returns, the epoch counts as
         completed."""
-        self._save(state, [*self.metrics, metrics])
+        lines = [line._asdict() for line in (*self.metrics, metrics)]
+        checkpoint = dataclasses.replace(self._checkpoint, epoch=metrics.epoch, metrics=lines)
+        checkpoints.write(checkpoint, checkpoints.to_arrays(state))
         self.metrics = [*self.metrics, metrics]
         write_atomically(self._path / METRICS, _lines(self.metrics))
         for epoch in checkpoints.epochs(self._path / CHECKPOINTS):
@@ -192,11 +208,6 @@ class RunDirectory:
     def seal(self, names: Sequence[str]) -> None:
         """Write the checksums of the files `names`. This marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
-
-    def _save(self, state: PyTree, metrics: Sequence[Metrics]) -> None:
-        lines = [line._asdict() for line in metrics]
-        checkpoint = dataclasses.replace(self._checkpoint, epoch=len(lines), metrics=lines)
-        checkpoints.write(checkpoint, checkpoints.to_arrays(state))
 
     def _write_anew(self, loud: bool = False) -> None:
         """Rewrite files that differ from the checkpoint, and remove temporary files of killed processes."""

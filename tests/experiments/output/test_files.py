@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -18,11 +19,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     path.write_bytes(b"old")
 
     def failing(descriptor):
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, "the disk is full")
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match="the disk is full") as raised:
         write_atomically(path, b"new")
+    assert raised.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -1,7 +1,9 @@
 """A checkpoint is a folder with all files and their checksums. `test_damage.py` tests damaged checkpoints."""
 
 import dataclasses
+import errno
 import json
+import resource
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -77,6 +79,21 @@ def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
         checkpoints.write(written, {"count": np.int32(8)})
     assert checkpoints.read(written.path) == written
     assert [path.name for path in written.folder.iterdir()] == ["3"]
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written, capfd):
+    # A limit of the size of files fails as a full disk does, within Orbax. Python ignores the signal.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    array = np.random.default_rng(0).random(10**6)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            checkpoints.write(written, {f"array {i}": array for i in range(4)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG and raised.value.filename.startswith(str(written.folder))
+    assert capfd.readouterr().err == ""
+    assert checkpoints.read(written.path) == written
 
 
 OTHERS = {
