@@ -4,12 +4,18 @@ Process 0 has the settings, writes the run directory, and prints. JAX connects t
 addition, each other process keeps a connection to process 0, on the port after the coordinator's port, through which it
 receives the settings. If one process ends, the operating system closes its connections. The other processes notice this
 and end as well, even while they compile, draw, or wait.
+
+A process introduces itself with one line, which ends with a token. Process 0 closes all other connections, such as
+connections of a port scan.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import hmac
 import os
+import queue
+import secrets
 import signal
 import socket
 import sys
@@ -26,13 +32,22 @@ from jaxtyping import PyTree
 
 from experiments.output.errors import UserError, exit_code
 
+TOKEN = "JAXBP_TOKEN"
+"""An environment variable with the token. If process 0 does not have it, process 0 generates and prints a token."""
 START_SECONDS = 300
 """The number of seconds within which all processes must connect."""
+INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
+"""Limits of the line with which another process introduces itself."""
+SETTINGS_BYTES = 2**16
+"""Most bytes of the settings."""
+POLL_SECONDS = 0.1
+"""The longest time for which a process that has introduced itself waits until process 0 takes notice."""
 PARTING_SECONDS = 2
 """The number of seconds within which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keepalive: two times in seconds, and the number of probes. A lost connection to a machine is noticed after half a
 minute."""
+ENDS = "the run ends, and --resume continues it if it has a checkpoint"
 DONE = b"."
 """The message that process 0 sends before it ends without an error."""
 
@@ -79,7 +94,12 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
     Args:
       settings: the settings as one line. Only process 0 needs them, and sends them to the other processes.
     """
-    links, settings = _listen(place, settings) if place.process == 0 else _call(place)
+    if place.process:
+        links, settings = _call(place)
+    else:
+        links = _listen(place)
+        for link in links.values():
+            link.sendall(settings.encode() + b"\n")
     Joined(place, links).run(lambda: command(settings))
 
 
@@ -124,8 +144,13 @@ class Joined:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         # JAX's preemption service would treat SIGTERM as a notice of preemption, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)
-        address = _relay(place) if place.process else f"{place.host}:{place.port}"
-        jax.distributed.initialize(address, place.processes, place.process, cluster_detection_method="deactivate")
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        address = _relay(place) if place.process else f"{host}:{place.port}"
+        jax.distributed.initialize(
+            *(address, place.processes, place.process),
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=None if place.process else address,  # by default, all interfaces
+        )
         return command()
 
     def _watch(self, process):
@@ -137,7 +162,7 @@ class Joined:
         if said == DONE:
             self._end(0)
         if not self._ends.is_set():
-            print(f"error: process {process} stopped answering: the run ends; --resume continues it", file=sys.stderr)
+            print(f"error: process {process} stopped answering: {ENDS}", file=sys.stderr)
             self._end(1)
 
     def _end(self, code) -> NoReturn:
@@ -155,29 +180,71 @@ class Joined:
         os._exit(code)  # at a normal exit, JAX would wait for processes that have ended
 
 
-def _listen(place, settings):
-    """Wait for the other processes to connect, and send them the settings."""
-    links, deadline = {}, time.monotonic() + START_SECONDS
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    with socket.create_server((place.host, place.port + 1), family=family) as server:
-        while missing := [i for i in range(1, place.processes) if i not in links]:
-            server.settimeout(max(deadline - time.monotonic(), 0.1))
-            try:
+def _listen(place):
+    """Wait for the other processes to connect, and return their connections."""
+    if not (token := os.environ.get(TOKEN)):
+        token = secrets.token_urlsafe(16)
+        print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
+    links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
+    # JAX's coordinator would crash if its port were in use. The port is held until it starts.
+    with _bound(place, place.port), _bound(place, place.port + 1) as server:
+        server.settimeout(POLL_SECONDS)
+        while missing := [process for process in range(1, place.processes) if process not in links]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {missing[0]} of {place.processes} did not connect in time")
+            with contextlib.suppress(OSError):  # nobody connects, or too many
                 link, _ = server.accept()
-            except TimeoutError:
-                raise TimeoutError(f"process {missing[0]} of {place.processes} did not connect in time") from None
-            links[_introduced(link, place, missing)] = link
-    for link in links.values():
-        link.sendall(settings.encode() + b"\n")
-    return links, settings
+                threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
+            while missing and not introduced.empty():
+                link, *said = introduced.get()
+                process = _number(*said, place, missing)
+                missing.remove(process)
+                links[process] = _lasting(link)
+    return links
+
+
+def _bound(place, port):
+    """Return a server at a port of process 0's address."""
+    try:
+        return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(
+            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({error.strerror}): "
+            "wanted an address of this machine, and two unused ports"
+        ) from None
+
+
+def _introduce(link, token, introduced):
+    """Read the first line of a connection. Put the connection and the two words before the token into the queue, or
+    close the connection of a stranger."""
+    try:
+        process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
+        if hmac.compare_digest(said.encode(), token.encode()):
+            introduced.put((link, process, processes))
+            return
+    except (OSError, ValueError):
+        pass
+    link.close()
+
+
+def _number(process, processes, place, missing):
+    """Return the number of a process, which must be among the missing ones of a run in as many processes."""
+    if processes != str(place.processes) or process not in map(str, missing):
+        wanted = f"wanted process {' or '.join(map(str, missing))} of {place.processes}"
+        raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}: {wanted}")
+    return int(process)
 
 
 def _call(place):
     """Connect to process 0, and receive the settings."""
+    if not (token := os.environ.get(TOKEN)):
+        raise UserError(f"the environment variable {TOKEN} is not set: wanted the token of process 0, which prints it")
     link = _connected(place.host, place.port + 1)
-    link.sendall(f"{place.process} {place.processes}\n".encode())
-    if not (settings := _line(link)):
-        raise ConnectionError("process 0 ended before all processes connected")
+    link.sendall(f"{place.process} {place.processes} {token}\n".encode())
+    try:
+        settings = _line(link, SETTINGS_BYTES, START_SECONDS)
+    except OSError as error:
+        raise ConnectionError(f"process 0 sent no settings ({error}): it has ended, or has another {TOKEN}") from None
     return {0: _lasting(link)}, settings
 
 
@@ -220,21 +287,6 @@ def _forward(source, sink):
             sink.sendall(said)
 
 
-def _introduced(link, place, missing):
-    """Read and check the number of the process that connected, and return it."""
-    link.settimeout(PARTING_SECONDS)
-    try:
-        said = _line(link)
-    except OSError:
-        said = ""
-    process, _, processes = said.partition(" ")
-    if processes != str(place.processes) or process not in map(str, missing):
-        wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
-        raise UserError(f"process {process or '?'} of {processes or '?'} reached {place.host}:{place.port}: {wanted}")
-    _lasting(link)
-    return int(process)
-
-
 def _lasting(link):
     """Configure a connection to wait without a time limit, but to fail if the other machine is unreachable."""
     link.settimeout(None)
@@ -245,9 +297,17 @@ def _lasting(link):
     return link
 
 
-def _line(link):
-    """Read the next line, without reading any byte after it."""
-    said = b""
-    while not said.endswith(b"\n") and (byte := link.recv(1)):
+def _line(link, most_bytes, seconds):
+    """Read the next line, without reading any byte after it.
+
+    Raises:
+      OSError: for a longer line, or if the line has not ended within this time.
+    """
+    said, deadline = b"", time.monotonic() + seconds
+    while not said.endswith(b"\n"):
+        link.settimeout(max(deadline - time.monotonic(), 0.001))
+        byte = link.recv(1)
+        if not byte or len(said) == most_bytes or time.monotonic() > deadline:
+            raise ConnectionError("the connection ended" if not byte else "the line is too long, or came too slowly")
         said += byte
-    return said.decode(errors="replace").strip()
+    return said.decode(errors="replace").removesuffix("\n")

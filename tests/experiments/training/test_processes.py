@@ -1,11 +1,14 @@
 """Training in two processes on this machine, each with one device."""
 
+import contextlib
 import itertools
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -13,7 +16,8 @@ import pytest
 
 from experiments import kill, train
 from experiments.output.errors import UserError
-from experiments.training.processes import Place, _relay
+from experiments.training import processes
+from experiments.training.processes import TOKEN, Place, _relay
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -54,6 +58,7 @@ def start(monkeypatch, port):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=1")
+    monkeypatch.setenv(TOKEN, "the token")
     # A process may read a cached program that the other process is writing.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache")
     started = []
@@ -88,14 +93,97 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
 
 
 @pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_process_ends_the_other_with_a_line(start, tmp_path, killed):
-    processes = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
-    while not (processes[0].stdout.readline()).startswith("epoch 3/"):
-        assert processes[0].poll() is None, processes[0].stderr.read()
-    processes[killed].kill()
-    assert processes[1 - killed].wait(timeout=30) == 1
-    errors = processes[1 - killed].stderr.read()
-    assert errors == f"error: process {killed} stopped answering: the run ends; --resume continues it\n"
+def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, killed):
+    both = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
+    while not (both[0].stdout.readline()).startswith("epoch 3/"):
+        assert both[0].poll() is None, both[0].stderr.read()
+    with pytest.raises(OSError):  # JAX's coordinator would listen on all addresses of the machine
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+    both[killed].kill()
+    assert both[1 - killed].wait(timeout=30) == 1
+    errors = both[1 - killed].stderr.read()
+    ends = "the run ends, and --resume continues it if it has a checkpoint"
+    assert errors == f"error: process {killed} stopped answering: {ends}\n"
+
+
+@pytest.fixture
+def waiting(port, monkeypatch):
+    """Start process 0's wait for process 1. Return a function that connects and sends bytes, and the result of the
+    wait."""
+    monkeypatch.setenv(TOKEN, "the token")
+    monkeypatch.setattr(processes, "INTRODUCTION_SECONDS", 1)
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as links:
+        result = pool.submit(processes._listen, Place("127.0.0.1", port, 0, 2))
+
+        def connect(said):
+            link = links.enter_context(processes._connected("127.0.0.1", port + 1))
+            link.settimeout(30)
+            link.sendall(said)
+            return link
+
+        yield connect, result
+        if not result.done():
+            connect(b"1 2 the token\n")
+
+
+STRANGERS = {
+    "silent": b"",
+    "slow": b"1 2 the tok",
+    "long": b"x" * 10_000,
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "another token": b"1 2 the tokem\n",
+    "not UTF-8": b"\xff\xff\n",
+}
+
+
+def test_process_0_closes_the_connections_of_strangers_and_goes_on_waiting(waiting):
+    connect, result = waiting
+    strangers = [connect(said) for said in STRANGERS.values()]
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert not result.done()
+    connect(b"1 2 the token\n").close()
+    assert result.result(timeout=30).keys() == {1}
+
+
+def test_a_line_that_comes_byte_by_byte_must_end_in_time():
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(ConnectionError, match="too slowly"):
+        far.sendall(b"x" * 100)
+        processes._line(near, 200, -1)
+
+
+@pytest.mark.parametrize("numbers", ["2 3", "1 3", "0 2", "x y"])
+def test_a_process_of_another_run_ends_the_start(waiting, numbers):
+    connect, result = waiting
+    connect(f"{numbers} the token\n".encode())
+    with pytest.raises(UserError, match=r"reached 127.0.0.1:\d+: wanted process 1 of 2"):
+        result.result(timeout=30)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
+    with socket.create_server(("127.0.0.1", port + offset)):
+        with pytest.raises(UserError, match=f"port {port + offset} cannot be used .*wanted an address of this machine"):
+            processes._listen(Place("127.0.0.1", port, 0, 2))
+
+
+def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch):
+    monkeypatch.setenv(TOKEN, "another token")
+    with pytest.raises(ConnectionError, match="has ended, or has another JAXBP_TOKEN"):
+        processes._call(Place("127.0.0.1", port, 1, 2))
+    monkeypatch.delenv(TOKEN)
+    with pytest.raises(UserError, match="JAXBP_TOKEN is not set: wanted the token of process 0"):
+        processes._call(Place("127.0.0.1", port, 1, 2))
+
+
+def test_without_a_token_process_0_prints_one(port, monkeypatch, capsys):
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(processes, "START_SECONDS", 0)
+    with pytest.raises(TimeoutError, match="process 1 of 2 did not connect in time"):
+        processes._listen(Place("127.0.0.1", port, 0, 2))
+    assert re.fullmatch(r"the other processes need .* JAXBP_TOKEN=[\w-]{20,}\n", capsys.readouterr().err)
 
 
 def test_a_relay_hands_on_all_but_the_end():
