@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from experiments.configs.schema import described, matches
 from experiments.data.datasets import Dataset
 from experiments.output.errors import UserError
 from jaxbp.optimizers import FusedOptimizer
@@ -53,8 +54,8 @@ class Range(NamedTuple):
     above: bool = False
 
     def has(self, value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return is_number and self.least <= value <= self.most and not (self.above and value == self.least)
+        is_finite = matches(value, int) or (isinstance(value, float) and math.isfinite(value))
+        return is_finite and self.least <= value <= self.most and not (self.above and value == self.least)
 
     def __str__(self) -> str:
         if self.above:
@@ -159,7 +160,7 @@ class TrainingConfig:
                 object.__setattr__(self, field, value)
 
     def _check_type(self, field: dataclasses.Field) -> None:
-        """Require one of the values of a `Literal`, or a number in the `Range` of the annotation."""
+        """Require a value of the annotated type, and a number in the `Range` of the annotation."""
         kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
         kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         value = getattr(self, field.name)
@@ -169,9 +170,9 @@ class TrainingConfig:
             if get_origin(each) is Literal:
                 self._check_choice(field.name, get_args(each))
         for limits in (note for note in notes if isinstance(note, Range)):
-            is_whole = int in kinds
-            wanted = f"{'a whole' if is_whole else 'a finite'} number {limits}"
-            self._check(field.name, limits.has(value) and isinstance(value, int if is_whole else int | float), wanted)
+            wanted = f"{'a whole' if int in kinds else 'a finite'} number {limits}"
+            self._check(field.name, matches(value, kind) and limits.has(value), wanted)
+        self._check(field.name, matches(value, kind), f"a value of type {described(kind)}")
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
@@ -195,11 +196,11 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
       UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
     """
     values = dict(saved)
-    if (name := values.pop("experiment")) != config.name:
-        raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
+    if (name := values.pop("experiment", None)) != config.name:
+        raise UserError(f"the saved settings are for {name}: wanted settings for {config.name}")
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
-        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}; wants the version that saved it")
-    paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if values.get(field) is not None}
+        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
+    paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if isinstance(values.get(field), str)}
     return config(**(values | paths))
 
 

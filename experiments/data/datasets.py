@@ -1,5 +1,6 @@
 """The image datasets: the digits of scikit-learn, MNIST, Fashion-MNIST, and CIFAR-10."""
 
+import functools
 import gzip
 import hashlib
 import math
@@ -107,10 +108,11 @@ def load(
     mirrors = MIRRORS[name] if mirrors is None else mirrors
     md5 = MD5[name] if md5 is None else md5
     paths = {split: [_find_or_download(folder, file, mirrors, md5) for file in files] for split, files in FILES.items()}
+    shape = IMAGE_SHAPES[name][1:]
+    dataset = Dataset(*_read_split(*paths["train"], shape), *_read_split(*paths["test"], shape), name)
     for path in (*paths["train"], *paths["test"]):
         _refuse_files_of_another_dataset(path, name)
-    shape = IMAGE_SHAPES[name][1:]
-    return Dataset(*_read_split(*paths["train"], shape), *_read_split(*paths["test"], shape), name)
+    return dataset
 
 
 def default_data_dir(name: str) -> Path:
@@ -214,7 +216,8 @@ def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
     """Reject the files of the wrong dataset. MNIST and Fashion-MNIST have files with the same names and shapes."""
-    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     for dataset, known in MD5.items():
         if dataset != name and digest in known.values():
             raise UserError(f"{path}: is a file of {dataset}; wants one of {name}")

@@ -1,5 +1,6 @@
 """Write files atomically."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -29,6 +30,17 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     to_disk(path.parent)
+
+
+def read(path: Path) -> bytes:
+    """Read a regular file.
+
+    Raises:
+      OSError: if there is no such file, or it is a pipe, which could take for ever to read, or another special file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
 
 
 def to_disk(*paths: Path) -> None:

@@ -28,7 +28,9 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 from jaxtyping import PyTree
 
+from experiments.configs.schema import build
 from experiments.output.errors import BrokenRun
+from experiments.output.files import read as read_file
 from experiments.output.files import remove, temporary_name, to_disk, write_atomically
 
 RUN, STATE = "run.json", "state"
@@ -157,25 +159,26 @@ def read(path: Path) -> Checkpoint:
     """Read the checkpoint in a folder.
 
     Raises:
-      BrokenRun: if a file has changed since it was written, or the folder is not named after its epoch.
+      BrokenRun: if a file has changed since it was written, the folder is not named after its epoch, or `run.json` has
+        other fields.
     """
-    run = _run(path / RUN)
-    if path != path_of(path.parent, run["epoch"]):
-        raise BrokenRun(f"{path} has the wrong name: it is the checkpoint of epoch {run['epoch']}")
-    for name, checksum in run["files"].items():
-        if _checksum(_bytes(path / STATE / name)) != checksum:
-            raise BrokenRun(f"{path / STATE / name} is corrupt (its checksum does not match)")
-    return Checkpoint(**run, folder=path.parent)
-
-
-def _run(file):
+    file = path / RUN
     try:
         run = json.loads(_bytes(file))
-        if run.pop("sha256") == _checksum(json.dumps(run).encode()):
-            return run
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise BrokenRun(f"{file} is corrupt (its checksum does not match)")
+        if run.pop("sha256") != _checksum(json.dumps(run).encode()):
+            raise BrokenRun(f"{file} is corrupt (its checksum does not match)")
+        checkpoint = build(Checkpoint, {**run, "folder": path.parent})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BrokenRun(f"{file} is corrupt ({error})") from None
+    if path != checkpoint.path:
+        raise BrokenRun(f"{path} has the wrong name: it is the checkpoint of epoch {checkpoint.epoch}")
+    files = {str(file.relative_to(path / STATE)): file for file in _files(path / STATE)}
+    for name, checksum in checkpoint.files.items():
+        if name not in files:
+            raise BrokenRun(f"{path / STATE / name} cannot be read (there is no such file in the checkpoint)")
+        if _checksum(_bytes(files[name])) != checksum:
+            raise BrokenRun(f"{files[name]} is corrupt (its checksum does not match)")
+    return checkpoint
 
 
 def path_of(folder: Path, epoch: int) -> Path:
@@ -228,7 +231,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_file(file)
     except OSError as error:
         raise BrokenRun(f"{file} cannot be read ({error.strerror})") from error
 

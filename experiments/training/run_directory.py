@@ -29,8 +29,9 @@ from jaxtyping import PyTree
 
 from experiments import configs
 from experiments.configs import TrainingConfig
+from experiments.configs.schema import build
 from experiments.output.errors import BrokenRun, UserError, warn
-from experiments.output.files import is_leftover, remove, write_atomically
+from experiments.output.files import is_leftover, read, remove, write_atomically
 from experiments.training import checkpoints
 from experiments.training.checkpoints import Checkpoint
 from experiments.training.loop import Metrics
@@ -51,15 +52,15 @@ def saved_config(path: Path) -> TrainingConfig:
       BrokenRun: if every checkpoint is corrupt.
     """
     saved = newest(path).config
-    if saved["experiment"] not in configs.EXPERIMENTS:
-        raise UserError(f"run_dir = {path} holds a run of {saved['experiment']}, which is not a known experiment")
-    config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
+    if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
+        raise UserError(f"run_dir = {path} holds a run of {experiment}, which is not a known experiment")
+    config = configs.from_dict(configs.EXPERIMENTS[experiment], saved)
     return dataclasses.replace(config, run_dir=path)
 
 
 def read_metrics(path: Path) -> list[Metrics]:
     """Return the metrics of every epoch of the run in a directory. Raise the same errors as `saved_config`."""
-    return [Metrics(**line) for line in newest(path).metrics]
+    return _metrics(newest(path))
 
 
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
@@ -82,6 +83,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
     for epoch in checkpoints.epochs(folder):
         try:
             checkpoint = checkpoints.read(checkpoints.path_of(folder, epoch))
+            _metrics(checkpoint)
         except BrokenRun as error:
             damaged.append(str(error))
             continue
@@ -121,7 +123,7 @@ class RunDirectory:
             self._checkpoint = newest(self._path, loud=True)
             saved = configs.from_dict(type(self.config), self._checkpoint.config)
             self.config = configs.resumed(saved, self.config)
-            self.metrics = [Metrics(**line) for line in self._checkpoint.metrics]
+            self.metrics = _metrics(self._checkpoint)
             self._write_anew(loud=True)
             self._open = stack.pop_all()
         return self
@@ -151,8 +153,8 @@ class RunDirectory:
     def has_whole(self, names: Sequence[str]) -> bool:
         """Return whether the files exist and have not changed since `seal`."""
         try:
-            return (self._path / CHECKSUMS).read_text() == self._checksums(names)
-        except (OSError, UnicodeDecodeError):
+            return read(self._path / CHECKSUMS) == self._checksums(names).encode()
+        except OSError:
             return False
 
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
@@ -217,7 +219,7 @@ class RunDirectory:
         wanted = {CONFIG: configs.as_json(self._checkpoint.config).encode(), METRICS: _lines(self.metrics)}
         for name, data in wanted.items():
             file = self._path / name
-            found = file.read_bytes() if file.exists() else b""
+            found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
             # A file that is only shorter or longer is not damaged. A process may have been killed before it wrote the
@@ -227,7 +229,22 @@ class RunDirectory:
             write_atomically(file, data)
 
     def _checksums(self, names: Iterable[str]) -> str:
-        return "".join(f"{hashlib.sha256((self._path / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+        return "".join(f"{hashlib.sha256(read(self._path / name)).hexdigest()}  {name}\n" for name in names)
+
+
+def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
+    """Return the metrics of every epoch.
+
+    Raises:
+      BrokenRun: if they have other fields than `Metrics`, or other epochs than the epochs up to the checkpoint.
+    """
+    try:
+        metrics = [build(Metrics, line) for line in checkpoint.metrics]
+    except TypeError as error:
+        raise BrokenRun(f"{checkpoint.path} has other metrics than this version ({error})") from None
+    if [line.epoch for line in metrics] != list(range(1, checkpoint.epoch + 1)):
+        raise BrokenRun(f"{checkpoint.path} has not the metrics of epochs 1 to {checkpoint.epoch}")
+    return metrics
 
 
 @contextlib.contextmanager

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def test_images_are_moved_only_when_asked_for():
 
 def test_it_loads_its_dataset(monkeypatch):
     monkeypatch.setattr(datasets, "load", lambda *asked: asked)
-    assert ImageConfig(dataset="mnist", data_dir="folder").load() == ("mnist", "folder")
+    assert ImageConfig(dataset="mnist", data_dir=Path("folder")).load() == ("mnist", Path("folder"))
 
 
 def test_the_loss_is_in_float32_and_comes_with_the_likeliest_class():

@@ -165,6 +165,18 @@ def test_a_gzip_bomb_is_refused_before_it_goes_off(header, message, tmp_path):
     assert path.stat().st_size < 2**17 and peak < 2**21
 
 
+def test_a_large_plain_file_is_refused_by_its_header(tmp_path, contents):
+    folder = write(tmp_path, contents)
+    with (folder / TEST_IMAGES).open("r+b") as file:
+        file.truncate(2**26)  # takes no space on the disk
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: more bytes after the header: wanted 7840"):
+        load("mnist", folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**21
+
+
 def test_every_mirror_is_asked_over_https():
     assert [url for urls in datasets.MIRRORS.values() for url in urls if not url.startswith("https://")] == []
 

@@ -187,6 +187,77 @@ def test_a_run_that_cannot_go_on_says_so_in_one_line_and_loses_nothing(damage, r
     assert contents(run_dir) == before
 
 
+def forged(run_dir, **fields):
+    """Give the newest checkpoint other fields, with the correct checksum."""
+    file = run_dir / NEWEST["cut"] / "run.json"
+    run = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"}
+    run |= {name: value(run[name]) if callable(value) else value for name, value in fields.items()}
+    run = {name: value for name, value in run.items() if value is not MISSING}
+    file.write_text(json.dumps({**run, "sha256": checkpoints._checksum(json.dumps(run).encode())}))
+
+
+MISSING = object()
+FORGERIES = {
+    "files outside": {"files": lambda files: {**files, "../../fifo": "0" * 64}},
+    "an absolute file": {"files": lambda files: {**files, "/dev/zero": "0" * 64}},
+    "files as a list": {"files": list},
+    "a checksum of another type": {"files": lambda files: dict.fromkeys(files, 3)},
+    "no files": {"files": MISSING},
+    "an unknown field": {"author": "me"},
+    "the epoch as text": {"epoch": "3"},
+    "the epoch as a truth value": {"epoch": True},
+    "no settings": {"config": None},
+    "metrics as text": {"metrics": "none"},
+    "metrics of another type": {"metrics": lambda lines: [{**line, "test_loss": "low"} for line in lines]},
+    "metrics of other epochs": {"metrics": lambda lines: lines[1:]},
+    "metrics with another field": {"metrics": lambda lines: [{**line, "mood": 1} for line in lines]},
+    "metrics without a field": {"metrics": [{"epoch": 1}, {"epoch": 2}, {"epoch": 3}]},
+    "constants of another type": {"constants": 3},
+}
+
+
+@pytest.mark.parametrize("fields", FORGERIES.values(), ids=FORGERIES)
+def test_a_checkpoint_that_the_run_cannot_have_written_is_not_used(fields, runs, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(runs["cut"], tmp_path / "run"))
+    os.mkfifo(run_dir / "fifo")
+    forged(run_dir, **fields)
+    code, said = resume(run_dir, capsys)
+    assert (code, said.count("\n")) == (0, 1) and said.endswith("resuming from epoch 2\n")
+    (run_dir / "fifo").unlink()
+    assert outcome(run_dir) == outcome(runs["finished"])
+
+
+SETTINGS = {
+    "a name of another type": ({"experiment": ["toy"]}, "holds a run of ['toy'], which is not a known experiment"),
+    "no name": ({"experiment": None}, "holds a run of None, which is not a known experiment"),
+    "a number as text": ({"seed": "3"}, "seed = '3': wanted a whole number"),
+    "a path of another type": ({"run_dir": 3}, "run_dir = 3: wanted a value of type Path or None"),
+    "a truth value of another type": ({"resume": "no"}, "resume = 'no': wanted a value of type bool"),
+    "a large number": ({"devices": 10**400}, "wanted at most"),
+    "an unknown setting": ({"mood": 1}, "this version has no setting mood"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_the_run_cannot_have_written_are_named(settings, message, runs, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(runs["cut"], tmp_path / "run"))
+    forged(run_dir, config=lambda config: config | settings)
+    before = contents(run_dir)
+    code, said = resume(run_dir, capsys)
+    assert (code, said.count("\n")) == (2, 1) and message in said
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize("place", ["config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/4/run.json"])
+def test_a_pipe_for_a_file_is_replaced_and_not_read(place, runs, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(runs["finished"], tmp_path / "run"))
+    (run_dir / place).unlink()
+    os.mkfifo(run_dir / place)
+    code, said = resume(run_dir, capsys)
+    assert (code, said.count("\n") <= 1) == (0, True)
+    assert outcome(run_dir) == outcome(runs["finished"])
+
+
 @pytest.mark.parametrize("name", ["9", "2"])
 def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs, tmp_path, capsys):
     run_dir = Path(shutil.copytree(runs["cut"], tmp_path / "run"))
