@@ -1,6 +1,19 @@
 """The commands of jaxbp: `python -m experiments.{train,check,compare,bench,fuzz,kill,sanitize}`."""
 
 import importlib.util
+import sys
+
+if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
+    _print_traceback = sys.excepthook
+
+    def _print_one_line(kind, error, trace):
+        """Print one line after Ctrl-C while modules are imported. Python then exits with the code of Ctrl-C."""
+        if issubclass(kind, KeyboardInterrupt):
+            print("stopped", file=sys.stderr)
+        else:
+            _print_traceback(kind, error, trace)
+
+    sys.excepthook = _print_one_line
 
 if importlib.util.find_spec("tyro") is None:
     # With this name, `python -m` prints the message in one line, without a traceback.

@@ -67,12 +67,18 @@ class CompareConfig(Generic[Config]):
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    name, *rest = (sys.argv[1:] if args is None else args) or [""]
+    if name in EXPERIMENTS:
+        # The parser of one experiment. Its hints for an unknown option name no other experiment.
+        config = EXPERIMENTS[name]
+        command = f"experiments.compare {name}"
+        return run_command(_main, CompareConfig[config], command, rest, description=inspect.getdoc(config))
     commands = [
         Annotated[CompareConfig[config], tyro.conf.subcommand(name, description=inspect.getdoc(config))]
         for name, config in EXPERIMENTS.items()
     ]
-    config = functools.reduce(operator.or_, commands)
-    return run_command(_main, config, "experiments.compare", args, description=CompareConfig.__doc__)
+    union = functools.reduce(operator.or_, commands)
+    return run_command(_main, union, "experiments.compare", args, description=CompareConfig.__doc__)
 
 
 def _main(config: CompareConfig, command: str) -> int:

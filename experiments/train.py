@@ -140,15 +140,16 @@ def parse(args: Sequence[str]) -> Command:
       UserError: (a ValueError) for a run that does not exist or has other settings.
       SystemExit: after `--help`, or with code 2 after a message about invalid arguments.
     """
-    saved, options = _run_to_resume(args), dict(args=args, prog=PROGRAM)
-    if saved is None:
-        experiments = {name: _with_options(config) for name, config in configs.EXPERIMENTS.items()}
-        flags = (tyro.conf.FlagCreatePairsOff,)
-        parsed = tyro.extras.subcommand_cli_from_dict(experiments, config=flags, **options)
+    saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
+    name = saved.name if saved else next(iter(args), "")
+    if name in configs.EXPERIMENTS:
+        # The parser of one experiment. Its hints for an unknown option name no other experiment.
+        config = _with_options(configs.EXPERIMENTS[name])
+        options = dict(default=config(**vars(saved))) if saved else dict(config=flags)
+        parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{PROGRAM} {name}", **options)
     else:
-        if args[0] == saved.name:
-            options["args"] = args[1:]
-        parsed = tyro.cli(_with_options(type(saved)), default=_with_options(type(saved))(**vars(saved)), **options)
+        experiments = {name: _with_options(config) for name, config in configs.EXPERIMENTS.items()}
+        parsed = tyro.extras.subcommand_cli_from_dict(experiments, args=args, prog=PROGRAM, config=flags)
     settings = dict(vars(parsed))
     path, *_ = [settings.pop(field.name) for field in dataclasses.fields(Options)]
     if settings["run_dir"] is None:

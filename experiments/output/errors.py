@@ -42,11 +42,12 @@ def run_command(
 
     Args:
       config: a dataclass, or a union of subcommands.
+      module: the module of the command, and its subcommand if it has one.
       args: the arguments of the command line, or None for the arguments of this process.
       options: options of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
-    program = ["python", "-m", module]
+    program = ["python", "-m", *module.split()]
 
     def command():
         flags = (tyro.conf.FlagCreatePairsOff,)

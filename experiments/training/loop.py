@@ -73,6 +73,10 @@ class Metrics(NamedTuple):
 
 MOST_SKIPPED = 50
 """Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
+MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
+"""The largest mean loss of an epoch, and the largest absolute value of a parameter, before a run counts as diverged. No
+loss of the experiments exceeds 1e3 before training. Trained parameters stay below 1e2, and gates are constant long
+before 1e4, so that their loss cannot grow."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between runs with the same settings. All other metrics have the same bits."""
 
@@ -292,7 +296,7 @@ def run(
     Raises:
       FloatingPointError: after the first epoch with a loss that is not finite. The message names the epoch and the
         step. With a loss scale: after the first epoch without any finite loss, or after `MOST_SKIPPED` consecutive
-        skipped steps.
+        skipped steps. Also after the first epoch with a loss above `MOST_LOSS` or a parameter above `MOST_PARAMETER`.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -310,6 +314,7 @@ def run(
             # A step with a finite loss may be skipped because of its gradients.
             losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
         _refuse_non_finite(epoch, losses, float(test_loss))
+        _refuse_divergence(epoch, float(losses.mean(dtype=np.float64)), state.params)
         metrics = Metrics(
             epoch=epoch,
             step=epoch * training.steps_per_epoch,
@@ -344,3 +349,14 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
         raise FloatingPointError(
             f"the test loss became {test_loss} in epoch {epoch}: the last good state is the state of epoch {epoch - 1}"
         )
+
+
+def _refuse_divergence(epoch: int, loss: float, params: PyTree) -> None:
+    arrays = [array for array in map(np.asarray, jax.tree.leaves(params)) if array.size]
+    largest = float(np.max([(array.max(), -array.min()) for array in arrays]))
+    for name, value, most in (("training loss", loss, MOST_LOSS), ("largest parameter", largest, MOST_PARAMETER)):
+        if not value <= most:  # NaN as well
+            raise FloatingPointError(
+                f"the run has diverged: the {name} is {value:.3g} after epoch {epoch}, above {most:g}; a smaller "
+                f"learning rate may help; the last good state is the state of epoch {epoch - 1}"
+            )

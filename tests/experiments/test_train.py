@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments import configs, train
+from experiments import compare, configs, train
 from experiments.configs import LeNetConfig
 from experiments.data import datasets
 from experiments.training import curves, loop
@@ -114,6 +115,26 @@ def test_arguments_that_no_run_can_have_end_in_exit_code_2(args, message, capsys
         train.main(args)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [train, compare])
+def test_a_hint_for_an_unknown_option_is_a_command_that_can_be_run(command, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["lenet", "--epoch", "3"])
+    said = capsys.readouterr().err
+    assert "--epochs" in said
+    assert re.findall(r"python .*--help", said) == [f"python -m {command.__spec__.name} lenet --help"]
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
+    # A module that stands in for JAX presses Ctrl-C when it is imported.
+    (tmp_path / "jax.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
+    command = [sys.executable, "-m", "experiments.train", "lenet"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "stopped\n")
 
 
 def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):

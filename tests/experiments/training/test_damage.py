@@ -248,7 +248,9 @@ def test_settings_that_the_run_cannot_have_written_are_named(settings, message, 
     assert contents(run_dir) == before
 
 
-@pytest.mark.parametrize("place", ["config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/4/run.json"])
+@pytest.mark.parametrize(
+    "place", ["config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/4/run.json"]
+)
 def test_a_pipe_for_a_file_is_replaced_and_not_read(place, runs, tmp_path, capsys):
     run_dir = Path(shutil.copytree(runs["finished"], tmp_path / "run"))
     (run_dir / place).unlink()

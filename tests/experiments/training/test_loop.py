@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from experiments.configs import LogicConfig
 from experiments.data import augmentation
 from experiments.training import loop as training
 from experiments.training.loop import TIMINGS, TrainState
@@ -236,6 +237,20 @@ def test_parameters_that_break_in_an_epochs_last_update_stop_the_run(toy_config)
     dataset.test_images[:] = np.nan
     with pytest.raises(FloatingPointError, match="test loss became nan in epoch 1"):
         next(run(toy_config(), dataset))
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e6, 1e30])
+def test_a_run_that_diverges_stops_with_a_finite_loss_too(toy_config, rate):
+    with pytest.raises(
+        FloatingPointError, match="diverged: the training loss is .* after epoch 1.* smaller learning rate"
+    ):
+        list(run(toy_config(learning_rate=rate)))
+
+
+def test_gates_that_diverge_stop_the_run_although_their_loss_is_bounded():
+    config = LogicConfig(layers=2, gates=400, levels=1, learning_rate=1e6, epochs=2)
+    with pytest.raises(FloatingPointError, match=r"diverged: the largest parameter is .* after epoch 1, above 10000"):
+        list(run(config))
 
 
 def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
