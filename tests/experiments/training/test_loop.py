@@ -242,7 +242,7 @@ def test_parameters_that_break_in_an_epochs_last_update_stop_the_run(toy_config)
 @pytest.mark.parametrize("rate", [1e3, 1e6, 1e30])
 def test_a_run_that_diverges_stops_with_a_finite_loss_too(toy_config, rate):
     with pytest.raises(
-        FloatingPointError, match="diverged: the training loss is .* after epoch 1.* smaller learning rate"
+        FloatingPointError, match=r"diverged: the training loss is .* after epoch 1.* smaller learning rate"
     ):
         list(run(toy_config(learning_rate=rate)))
 

@@ -164,9 +164,9 @@ def test_a_process_of_another_run_ends_the_start(waiting, numbers):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
-    with socket.create_server(("127.0.0.1", port + offset)):
-        with pytest.raises(UserError, match=f"port {port + offset} cannot be used .*wanted an address of this machine"):
-            processes._listen(Place("127.0.0.1", port, 0, 2))
+    message = f"port {port + offset} cannot be used .*wanted an address of this machine"
+    with socket.create_server(("127.0.0.1", port + offset)), pytest.raises(UserError, match=message):
+        processes._listen(Place("127.0.0.1", port, 0, 2))
 
 
 def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch):
