@@ -16,6 +16,7 @@ from jaxtyping import Bool, UInt8, UInt32
 
 from jaxbp.circuits.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.logic.gates import COEFFICIENTS, GATES
 from jaxbp.logic.wires import Wires
 
@@ -117,7 +118,7 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Circuit:
+class Circuit(ByContent):
     """Layers of hardened gates.
 
     Attributes:

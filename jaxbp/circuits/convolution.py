@@ -17,6 +17,7 @@ from jaxtyping import UInt8, UInt32
 from jaxbp.circuits.circuit import bitwise_gates, gate_numbers
 from jaxbp.circuits.netlist import GateList, Netlist
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.common.windows import output_size, window_padding
 from jaxbp.logic.tree_wires import TreeWires
 
@@ -25,7 +26,7 @@ OR = 7
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Convolution:
+class Convolution(ByContent):
     """A convolution of hardened kernels, for images of one size, followed by an or-pool. A kernel is a tree of gates.
 
     Attributes:

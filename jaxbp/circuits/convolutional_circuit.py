@@ -16,6 +16,7 @@ from jaxbp.circuits.convolution import Convolution, convolution_of, sizes_text
 from jaxbp.circuits.netlist import GateList, Netlist
 from jaxbp.circuits.sources import Code, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.logic.gates import GATES, PASS_THROUGH
 from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
@@ -24,7 +25,7 @@ WORDS_AT_A_TIME = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ConvolutionalCircuit:
+class ConvolutionalCircuit(ByContent):
     """Convolutions of hardened gates, followed by layers of gates.
 
     Images are flattened in row-major order: channels, rows, columns. This holds for the inputs and between the

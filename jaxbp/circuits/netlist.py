@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 from jaxbp.circuits.circuit import Circuit, outputs_of_samples
 from jaxbp.circuits.sources import EXPRESSIONS, Table, c_of_tables, check_c, check_verilog, verilog_of
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
@@ -30,7 +31,7 @@ _LEAF = np.array([False, True])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Netlist:
+class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources: source i is input i, and source `inputs + g` is gate g.
 
     `of` makes a netlist from a circuit, and `from_gates` from a list of gates. Both sort the gates by depth and then by

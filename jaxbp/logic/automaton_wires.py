@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
@@ -22,7 +23,7 @@ CENTRE = 4
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Automaton:
+class Automaton(ByContent):
     """The wires of the circuit that all cells of a grid run at every tick.
 
     A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, it sees nine cells: itself and

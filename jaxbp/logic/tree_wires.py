@@ -10,12 +10,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 from jaxbp.common.windows import Size
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TreeWires:
+class TreeWires(ByContent):
     """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
     A kernel of depth d has `2^d` leaves and `2^d - 1` gates, numbered level by level. At the first level, gate g reads

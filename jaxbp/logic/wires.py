@@ -11,11 +11,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from jaxbp.common import checks
+from jaxbp.common.content import ByContent
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Wires:
+class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
     The wires are also listed by input, because the gradient with respect to an input is a sum over its consumers. A

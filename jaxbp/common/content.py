@@ -1,0 +1,49 @@
+"""Compare and hash dataclasses of arrays by their content."""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class ByContent:
+    """A base of frozen dataclasses with fields that are arrays, other values, and trees of them.
+
+    Two objects of one class are equal if all their arrays have the same dtypes, shapes, and bits, and their other
+    values are equal. `jax.jit` then compiles once for equal objects that are static arguments, for example after a
+    reload. The hash is computed once, so the arrays must not change. An object with an array that is not concrete, for
+    example while JAX traces a function, is equal only to itself.
+    """
+
+    @functools.cached_property
+    def _content(self) -> Any:
+        """Return a hashable value that determines the content, or None if an array is not concrete."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        leaves, structure = jax.tree.flatten(fields)
+        if not all(map(_is_concrete, leaves)):
+            return None
+        return structure, tuple(map(_of_leaf, leaves))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or self._content is None:
+            return False
+        return self._content == other._content  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self._content is None else hash(self._content)
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or (not isinstance(leaf, jax.core.Tracer) and leaf.is_fully_addressable)
+
+
+def _of_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        return leaf
+    array = np.ascontiguousarray(leaf)
+    return array.dtype.name, array.shape, hashlib.sha256(array).digest()
