@@ -60,12 +60,31 @@ class Checkpoint:
         return path_of(self.folder, self.epoch)
 
     @functools.cached_property
+    def shapes(self) -> Mapping[str, Any]:
+        """The shape and dtype of each array of the state, by path. No array is read."""
+        with self._orbax() as (orbax, state):
+            return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
+
+    @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The arrays of the state, by path. They are read on first access."""
-        with _for_orbax(self.path) as folder, _orbax() as orbax:
-            like = orbax.metadata(folder / STATE).item_metadata.tree
-            restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-            return traverse_util.flatten_dict(orbax.restore(folder / STATE, restore_args=restore), sep="/")
+        with self._orbax() as (orbax, state):
+            restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self.shapes}
+            restored = orbax.restore(state, restore_args=traverse_util.unflatten_dict(restore, sep="/"))
+            return traverse_util.flatten_dict(restored, sep="/")
+
+    @contextlib.contextmanager
+    def _orbax(self) -> Iterator[tuple[ocp.Checkpointer, Path]]:
+        """Yield a checkpointer, and the path of the state.
+
+        Raises:
+          BrokenRun: if the files have correct checksums, but no state that Orbax can read.
+        """
+        try:
+            with _for_orbax(self.path) as folder, _orbax() as orbax:
+                yield orbax, folder / STATE
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BrokenRun(f"{self.path / STATE} cannot be read by Orbax ({str(error)[:300]})") from error
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
@@ -92,7 +111,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
 
 def write_run(checkpoint: Checkpoint, path: Path) -> None:
     """Write `run.json`, which holds everything but the state, into the checkpoint's folder."""
-    run = {field: value for field, value in vars(checkpoint).items() if field not in ("folder", "arrays")}
+    run = {field: value for field, value in vars(checkpoint).items() if field not in ("folder", "shapes", "arrays")}
     run["sha256"] = _checksum(json.dumps(run).encode())
     write_atomically(path / RUN, json.dumps(run, indent=1).encode())
 
@@ -202,12 +221,23 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
     Raises:
       BrokenRun: if the arrays belong to another model or optimizer.
     """
+    check_like(arrays, like)
+    return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
+
+
+def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
+    """Require that the arrays, or only their shapes, have the paths, shapes, and dtypes of `like`.
+
+    Check the shapes before arrays are read. A small file can claim an array that does not fit in memory.
+
+    Raises:
+      BrokenRun: if the arrays belong to another model or optimizer.
+    """
     wanted = _named(like)
     for name in (*wanted, *arrays):
         saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
         if saved != expected:
             raise BrokenRun(f"the checkpoint is of another model or optimizer ({name}: saved {saved}, now {expected})")
-    return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in wanted])
 
 
 def _named(state: PyTree) -> dict[str, Any]:

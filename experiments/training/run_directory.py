@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,9 +71,14 @@ def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
-    params = {name: array for name, array in checkpoint.arrays.items() if name.startswith("params/")}
-    nnx.update(model, checkpoints.from_arrays(params, {"params": nnx.state(model, nnx.Param)})["params"])
+    like = {"params": nnx.state(model, nnx.Param)}
+    checkpoints.check_like(_params(checkpoint.shapes), like)
+    nnx.update(model, checkpoints.from_arrays(_params(checkpoint.arrays), like)["params"])
     return config, model
+
+
+def _params(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if name.startswith("params/")}
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
@@ -182,6 +187,7 @@ class RunDirectory:
                 f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved ones "
                 f"(SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began it"
             )
+        checkpoints.check_like(self._checkpoint.shapes, initial)
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:

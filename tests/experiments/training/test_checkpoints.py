@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import resource
+import zlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -94,6 +95,37 @@ def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written
     assert raised.value.errno == errno.EFBIG and raised.value.filename.startswith(str(written.folder))
     assert capfd.readouterr().err == ""
     assert checkpoints.read(written.path) == written
+
+
+def bomb(folder, shape, chunk):
+    """Write a checkpoint whose array `a` claims a shape, with a chunk of zlib data, by hand and with correct
+    checksums."""
+    orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
+    orbax.save(folder / "1" / "state", {"a": np.zeros(10, np.float32)})
+    header = folder / "1" / "state" / "a" / ".zarray"
+    claimed = {"shape": shape, "chunks": shape, "compressor": {"id": "zlib", "level": 9}}
+    header.write_text(json.dumps(json.loads(header.read_text()) | claimed))
+    (folder / "1" / "state" / "a" / "0").write_bytes(chunk)
+    files = {str(file.relative_to(folder / "1" / "state")): file for file in checkpoints._files(folder / "1" / "state")}
+    sums = {name: checkpoints._checksum(file.read_bytes()) for name, file in files.items()}
+    checkpoints.write_run(Checkpoint(1, {}, None, [], sums, folder), folder / "1")
+    return checkpoints.read(folder / "1")
+
+
+def test_a_decompression_bomb_is_refused_before_it_goes_off(tmp_path):
+    compressor = zlib.compressobj(9)
+    parts = [compressor.compress(bytes(2**20)) for _ in range(256)]
+    checkpoint = bomb(tmp_path, [10], b"".join([*parts, compressor.flush()]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BrokenRun, match="cannot be read by Orbax"):
+        checkpoint.arrays  # noqa: B018
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB; half of the bomb
+
+
+def test_the_shape_of_an_array_is_checked_before_it_is_read(tmp_path):
+    checkpoint = bomb(tmp_path, [10**12], zlib.compress(b""))
+    with pytest.raises(BrokenRun, match=r"a: saved \(1000000000000,\) float32, now \(10,\) float32"):
+        checkpoints.check_like(checkpoint.shapes, {"a": jnp.zeros(10)})
 
 
 OTHERS = {

@@ -1,12 +1,15 @@
 import dataclasses
+import itertools
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments import configs, train
 from experiments.output.errors import BrokenRun, UserError
@@ -251,6 +254,40 @@ def test_resuming_with_other_constants_is_refused_and_changes_nothing(toy_config
         with pytest.raises(BrokenRun, match=r"fixed variables.*SHA-256 saved .{64}, now .{64}"):
             train.train(toy_config(run_dir=run_dir, resume=True))
     assert last_checkpoint(run_dir) == before
+
+
+def test_the_arrays_of_another_model_are_not_read(toy_config, tmp_path, monkeypatch):
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
+    build = toy_config.build
+
+    def wider(config, key):
+        model, loss = build(config, key)
+        model.linear = nnx.Linear(784, 11, rngs=nnx.Rngs(0))
+        return model, loss
+
+    monkeypatch.setitem(configs.EXPERIMENTS, "toy", toy_config)
+    monkeypatch.setattr(toy_config, "build", wider)
+    monkeypatch.setattr(checkpoints.Checkpoint, "arrays", property(lambda checkpoint: 1 / 0))
+    for resume in (lambda: train.train(toy_config(run_dir=run_dir, resume=True)), lambda: run_directory.load(run_dir)):
+        with pytest.raises(BrokenRun, match=r"another model .*linear/bias: saved \(10,\) float32, now \(11,\)"):
+            resume()
+
+
+def test_a_run_resumes_with_its_loss_scale_to_the_same_bits(toy_config, tmp_path, monkeypatch):
+    whole, cut = (toy_config(run_dir=tmp_path / name, precision="mixed_float16") for name in ("whole", "cut"))
+    train.train(whole)
+    interrupted_run(cut, monkeypatch)
+    train.train(dataclasses.replace(cut, resume=True))
+    assert_same_run(cut.run_dir, whole.run_dir)
+    assert "loss_scale/value" in last_checkpoint(cut.run_dir)[1]
+
+
+def test_a_clock_that_goes_backwards_does_not_matter(toy_config, whole_run, tmp_path, monkeypatch):
+    seconds = itertools.count(time.time(), -1000)
+    monkeypatch.setattr(time, "time", lambda: next(seconds))
+    run_dir = interrupted_run(toy_config(run_dir=tmp_path / "run"), monkeypatch)
+    train.train(toy_config(run_dir=run_dir, resume=True))
+    assert_same_run(run_dir, whole_run)
 
 
 def test_a_run_can_be_moved_and_then_resumed(toy_config, whole_run, tmp_path, monkeypatch):
