@@ -1,15 +1,17 @@
-"""Kill a training run with SIGKILL repeatedly, resume it, and compare its final bits with an uninterrupted run.
+"""Kill a training run repeatedly, resume it, and compare its final bits with an uninterrupted run.
 
     python -m experiments.kill                                   # LeNet on the digits, 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
 Kills come at random moments of three kinds: at any time after the start, shortly after a checkpoint, or while the
-process writes a file. After each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits
-differ.
+process writes a file. The signals SIGKILL, SIGTERM, and SIGHUP take turns. After each kill, the newest checkpoint must
+be intact. The exit code is 1 if the final bits differ.
 """
 
+import contextlib
 import dataclasses
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,9 @@ from experiments.training import checkpoints, run_directory
 from experiments.training.loop import TIMINGS
 
 POLL_SECONDS = 0.0005
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+SIGNAL_SECONDS = 10
+"""The number of seconds within which a signal must end a process. After that, the process is killed."""
 Command = Callable[[Path], Sequence[str]]
 """A function from a run directory to the command that starts or resumes the run in this directory."""
 
@@ -76,7 +81,8 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Start or resume the run and kill it, repeatedly. After each kill, yield the kind of its moment.
+    """Start or resume the run and end it with one of `SIGNALS`, repeatedly. After each kill, yield the kind of its
+    moment.
 
     Raises:
       BrokenRun: if a process ends before it is killed, or its newest checkpoint is corrupt.
@@ -93,6 +99,9 @@ def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int 
                         output.seek(0)
                         raise BrokenRun(f"a process ended before it was killed: {output.read().decode()[-500:]}")
                     time.sleep(POLL_SECONDS)
+                process.send_signal(SIGNALS[(number + number // len(kinds)) % len(SIGNALS)])
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the signal may be ignored, as under nohup
+                    process.wait(SIGNAL_SECONDS)
             finally:
                 process.kill()
                 process.wait()

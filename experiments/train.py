@@ -16,6 +16,7 @@ import dataclasses
 import json
 import shlex
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -110,8 +111,9 @@ def _follow(settings: str) -> int:
     files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
-    prepared = training.prepare(config, config.load())
-    state, epochs_done, is_done = _shared(prepared, prepared.state, 0, False)
+    dataset = config.load()
+    prepared = training.prepare(config, dataset)
+    state, epochs_done, is_done = _shared(prepared, dataset, prepared.state, 0, False)
     if is_done:
         np.asarray(prepared.evaluate(state.params)[0])
         return 0
@@ -121,13 +123,28 @@ def _follow(settings: str) -> int:
     return 0
 
 
-def _shared(prepared: Training, state: TrainState, epochs_done: int, is_done: bool) -> tuple[TrainState, int, bool]:
-    """Broadcast the arguments from process 0: the state, the number of completed epochs, and whether training is
-    finished. Return them in all processes.
+def _shared(
+    prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
+) -> tuple[TrainState, int, bool]:
+    """Broadcast the last three arguments from process 0: the state, the number of completed epochs, and whether
+    training is finished. Return them in all processes.
 
     The state is placed on the devices of every process.
+
+    Raises:
+      UserError: (a ValueError) if this process has other data, or another model, than process 0.
     """
-    state, epochs_done, is_done = processes.of_process_0((state, np.int32(epochs_done), np.bool(is_done)))
+    checksum = np.uint32(0)
+    if jax.process_count() > 1:
+        for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):
+            checksum = np.uint32(zlib.crc32(np.ascontiguousarray(part).view(np.uint8), checksum))
+    sent = state, np.int32(epochs_done), np.bool(is_done), checksum
+    state, epochs_done, is_done, wanted = processes.of_process_0(sent)
+    if checksum != wanted:
+        raise UserError(
+            f"process {jax.process_index()} has other data or another model than process 0: wanted the same files of "
+            "data, and the same version of jaxbp"
+        )
     return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
 
 
@@ -200,7 +217,7 @@ def train(config: TrainingConfig) -> Metrics:
             dataset = config.load()
             prepared = training.prepare(config, dataset)
             state = directory.begin(prepared.state, prepared.constants_checksum)
-            state, _, _ = _shared(prepared, state, len(directory.metrics), directory.is_done)
+            state, _, _ = _shared(prepared, dataset, state, len(directory.metrics), directory.is_done)
             with _progress(config, len(directory.metrics)) as show:
                 if not directory.is_done:
                     for epoch in training.run(prepared, state, len(directory.metrics)):

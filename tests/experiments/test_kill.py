@@ -59,6 +59,23 @@ def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_
     assert kill.outcome(tmp_path / "killed") == kill.outcome(whole.run_dir)
 
 
+def test_signals_take_turns_and_a_process_that_ignores_one_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kill, "SIGNAL_SECONDS", 0.2)
+    monkeypatch.setattr(kill, "MOMENTS", {"after the start": lambda run_dir, _: started.exists})
+    started, received = tmp_path / "started", tmp_path / "received"
+    script = f"""
+import pathlib, signal, time
+received = pathlib.Path({str(received)!r}).open("a", buffering=1)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: received.write(f"{{signal.Signals(number).name}}\\n"))
+pathlib.Path({str(started)!r}).touch()
+time.sleep(60)
+"""
+    for _ in kill.kill_again_and_again(lambda run_dir: [sys.executable, "-c", script], tmp_path, 3):
+        started.unlink()
+    assert received.read_text().split() == ["SIGHUP", "SIGTERM"]
+
+
 def test_a_run_that_ends_otherwise_is_seen(toy_config, tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "draw", lambda *_: b"\x89PNG")
     train.train(toy_config(run_dir=tmp_path / "one", epochs=2))

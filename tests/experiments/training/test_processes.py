@@ -63,10 +63,10 @@ def start(monkeypatch, port):
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache")
     started = []
 
-    def both(*settings):
+    def both(*settings, scripts=(SCRIPT, SCRIPT)):
         place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
-        for i, arguments in enumerate((settings, ())):
-            command = [sys.executable, "-c", SCRIPT, *map(str, arguments), *place, "--process", str(i)]
+        for i, (script, arguments) in enumerate(zip(scripts, (settings, ()), strict=True)):
+            command = [sys.executable, "-c", script, *map(str, arguments), *place, "--process", str(i)]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             started.append(subprocess.Popen(command, **pipes))
         return started[-2:]
@@ -90,6 +90,21 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
     assert [line.split()[1] for line in said.splitlines() if line.startswith("epoch")] == ["4/4"]
     assert "epoch" not in other.stdout.read() and '"devices": 2' in said
     assert kill.outcome(both) == kill.outcome(alone)
+    for path in (alone, both):  # and back to one process
+        train.train(toy_config(run_dir=path, devices=2, resume=True, epochs=5))
+    assert kill.outcome(both) == kill.outcome(alone)
+
+
+def test_a_process_with_other_data_ends_the_run(start, tmp_path):
+    other_data = """
+load = ToyConfig.load
+ToyConfig.load = lambda config: load(config)._replace(test_labels=load(config).test_labels[::-1])
+sys.exit"""
+    scripts = SCRIPT, SCRIPT.replace("\nsys.exit", other_data)
+    first, other = start("toy", "--devices", "2", "--run-dir", tmp_path / "run", scripts=scripts)
+    assert other.wait(timeout=300) == 2 and first.wait(timeout=30) == 1
+    assert "process 1 has other data or another model than process 0" in other.stderr.read()
+    assert "process 1 stopped answering" in first.stderr.read()
 
 
 @pytest.mark.parametrize("killed", [1, 0])
