@@ -1,16 +1,20 @@
 """Installations import the same jaxbp from any folder, with types that type checkers see."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import site
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import jaxbp
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,18 +88,30 @@ def _run(*command, **options):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Return the Python of a virtual environment with an editable installation and the packages of this environment."""
-    folder = tmp_path_factory.mktemp("installed")
+def _environment(folder, *installation):
+    """Make a virtual environment with an installation and the packages of this environment. Return its Python."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # These lines of a .pth file make this environment's packages importable, but not its editable installations.
     (purelib / "packages.pth").write_text("\n".join([*site.getsitepackages(), ""]))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, "--editable", str(ROOT))
+    _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, *map(str, installation))
     return python
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return the Python of an environment with an editable installation."""
+    return _environment(tmp_path_factory.mktemp("installed"), "--editable", ROOT)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    _run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture
@@ -142,11 +158,51 @@ def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, che
     assert {(file, int(line)) for file, line in errors} == {("wrong.py", line) for line in WRONG_LINES}, done.stdout
 
 
-def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types(tmp_path):
-    _run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path, cwd=ROOT)
-    (wheel,) = tmp_path.glob("*.whl")
+def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rooms = ("jaxbp", "pallas_kernels")
     sources = {path.relative_to(ROOT).as_posix() for room in rooms for path in (ROOT / room).rglob("*.py")}
     types = {"jaxbp/__init__.pyi", "jaxbp/py.typed", "pallas_kernels/py.typed"}
     assert names == sources | types
+
+
+def test_a_users_lines_run_with_a_wheel_alone(wheel, user, tmp_path_factory):
+    python = _environment(tmp_path_factory.mktemp("clean"), wheel)
+    code = "import jaxbp, pallas_kernels; print(jaxbp.__version__, jaxbp.__file__, pallas_kernels.__file__)"
+    version, *files = _run(python, "-c", code, cwd=user).split()
+    assert f"-{version}-" in wheel.name
+    assert all(Path(file).is_relative_to(python.parents[1]) for file in files)
+    assert _run(python, "user.py", cwd=user).endswith("[[True, False]]\n")
+    find = "import importlib.util; print(importlib.util.find_spec('experiments'))"
+    assert _run(python, "-c", find, cwd=user) == "None\n"
+
+
+def test_the_changelog_begins_with_the_version():
+    version, *_ = re.findall(
+        r"^## \[(.*)\] - (?:unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert version == jaxbp.__version__
+
+
+def test_the_supported_versions_are_those_that_ci_and_gpus_run():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    classifiers = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d+$", each)]
+    (jax_oldest,) = [each.partition(">=")[2] for each in project["dependencies"] if each.startswith("jax>=")]
+    # CI prefers these interpreters.
+    oldest, newest = re.findall(r"^(?:oldest|newest)=\$\(find_python python(\S+)", (ROOT / ".ci/run").read_text(), re.M)
+    results = [json.loads(file.read_text()) for file in (ROOT / "docs" / "results").glob("*.json")]
+    on_gpus = {
+        (result["versions"]["python"].rpartition(".")[0], result["versions"]["jax"], result["device"].split()[1])
+        for result in results
+        if result.get("platform") == "gpu"
+    }
+    _, section, *_ = re.split(r"^## Supported versions$", (ROOT / "docs" / "install.md").read_text(), flags=re.M)
+    section = section.partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| 3")
+    ]
+    assert [row[0] for row in rows] == classifiers and project["requires-python"] == f">={oldest}"
+    by_ci = {python: jax for python, jax, _, tested in rows if tested.startswith("by CI")}
+    assert by_ci.keys() == {oldest, newest} and by_ci[oldest].startswith(f"{jax_oldest},") and newest == classifiers[-1]
+    gpus = {(python, jax, gpu) for python, jax, gpus, _ in rows for gpu in re.findall(r"[A-Z]+\d+", gpus)}
+    assert gpus == on_gpus
