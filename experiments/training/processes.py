@@ -182,12 +182,12 @@ class Joined:
 
 def _listen(place):
     """Wait for the other processes to connect, and return their connections."""
-    if not (token := os.environ.get(TOKEN)):
-        token = secrets.token_urlsafe(16)
-        print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
     # JAX's coordinator would crash if its port were in use. The port is held until it starts.
     with _bound(place, place.port), _bound(place, place.port + 1) as server:
+        if not os.environ.get(TOKEN):
+            print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
         server.settimeout(POLL_SECONDS)
         while missing := [process for process in range(1, place.processes) if process not in links]:
             if time.monotonic() > deadline:
@@ -208,9 +208,10 @@ def _bound(place, port):
     try:
         return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
     except OSError as error:
+        reason = error.strerror.partition(" (")[0]  # without the address
         raise UserError(
-            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({error.strerror}): "
-            "wanted an address of this machine, and two unused ports"
+            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({reason}): wanted an address of "
+            "this machine, and two unused ports"
         ) from None
 
 

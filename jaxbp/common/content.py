@@ -21,7 +21,7 @@ class ByContent:
     @functools.cached_property
     def _content(self) -> Any:
         """Return a hashable value that determines the content, or None if an array is not concrete."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         leaves, structure = jax.tree.flatten(fields)
         if not all(map(_is_concrete, leaves)):
             return None
@@ -30,9 +30,8 @@ class ByContent:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if type(self) is not type(other) or self._content is None:
-            return False
-        return self._content == other._content  # type: ignore[attr-defined]
+        is_alike = isinstance(other, ByContent) and type(self) is type(other)
+        return is_alike and self._content is not None and self._content == other._content
 
     def __hash__(self) -> int:
         return object.__hash__(self) if self._content is None else hash(self._content)

@@ -179,7 +179,7 @@ def test_a_process_of_another_run_ends_the_start(waiting, numbers):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
-    message = f"port {port + offset} cannot be used .*wanted an address of this machine"
+    message = rf"port {port + offset} cannot be used \(Address already in use\): wanted an address of this machine"
     with socket.create_server(("127.0.0.1", port + offset)), pytest.raises(UserError, match=message):
         processes._listen(Place("127.0.0.1", port, 0, 2))
 
