@@ -142,7 +142,7 @@ def _shared(
     state, epochs_done, is_done, wanted = processes.of_process_0(sent)
     if checksum != wanted:
         raise UserError(
-            f"process {jax.process_index()} has other data or another model than process 0: wanted the same files of "
+            f"process {jax.process_index()} has other data or another model than process 0; wants the same files of "
             "data, and the same version of jaxbp"
         )
     return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)

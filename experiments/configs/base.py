@@ -197,9 +197,9 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
-        raise UserError(f"the saved settings are for {name}: wanted settings for {config.name}")
+        raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
-        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}: wanted the version that saved it")
+        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}; wants the version that saved it")
     paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if isinstance(values.get(field), str)}
     return config(**(values | paths))
 

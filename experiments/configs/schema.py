@@ -16,7 +16,7 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
     """
     for name, annotation in get_type_hints(kind).items():
         if name in fields and not matches(fields[name], annotation):
-            raise TypeError(f"{name} = {reprlib.repr(fields[name])}: wanted {described(annotation)}")
+            raise TypeError(f"{name} = {reprlib.repr(fields[name])}; wants {described(annotation)}")
     return kind(**fields)
 
 

@@ -74,9 +74,9 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""The largest mean loss of an epoch, and the largest absolute value of a parameter, before a run counts as diverged. No
-loss of the experiments exceeds 1e3 before training. Trained parameters stay below 1e2, and gates are constant long
-before 1e4, so that their loss cannot grow."""
+"""The largest mean loss of an epoch, and the largest parameter, with which a run has not diverged. The losses of all
+experiments are below 1e3 before training. The choices of gates are constant long before a parameter reaches 1e4, so
+their loss cannot grow, and only their parameters show that a run diverges."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between runs with the same settings. All other metrics have the same bits."""
 

@@ -210,7 +210,7 @@ def _bound(place, port):
     except OSError as error:
         reason = error.strerror.partition(" (")[0]  # without the address
         raise UserError(
-            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({reason}): wanted an address of "
+            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({reason}); wants an address of "
             "this machine, and two unused ports"
         ) from None
 
@@ -231,15 +231,15 @@ def _introduce(link, token, introduced):
 def _number(process, processes, place, missing):
     """Return the number of a process, which must be among the missing ones of a run in as many processes."""
     if processes != str(place.processes) or process not in map(str, missing):
-        wanted = f"wanted process {' or '.join(map(str, missing))} of {place.processes}"
-        raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}: {wanted}")
+        wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
+        raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")
     return int(process)
 
 
 def _call(place):
     """Connect to process 0, and receive the settings."""
     if not (token := os.environ.get(TOKEN)):
-        raise UserError(f"the environment variable {TOKEN} is not set: wanted the token of process 0, which prints it")
+        raise UserError(f"the environment variable {TOKEN} is not set; wants the token of process 0, which prints it")
     link = _connected(place.host, place.port + 1)
     link.sendall(f"{place.process} {place.processes} {token}\n".encode())
     try:

@@ -170,7 +170,7 @@ def test_a_large_plain_file_is_refused_by_its_header(tmp_path, contents):
     with (folder / TEST_IMAGES).open("r+b") as file:
         file.truncate(2**26)  # takes no space on the disk
     tracemalloc.start()
-    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: more bytes after the header: wanted 7840"):
+    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: more bytes after the header; wants 7840"):
         load("mnist", folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -230,10 +230,10 @@ def test_a_checkpoint_that_the_run_cannot_have_written_is_not_used(fields, runs,
 SETTINGS = {
     "a name of another type": ({"experiment": ["toy"]}, "holds a run of ['toy'], which is not a known experiment"),
     "no name": ({"experiment": None}, "holds a run of None, which is not a known experiment"),
-    "a number as text": ({"seed": "3"}, "seed = '3': wanted a whole number"),
-    "a path of another type": ({"run_dir": 3}, "run_dir = 3: wanted a value of type Path or None"),
-    "a truth value of another type": ({"resume": "no"}, "resume = 'no': wanted a value of type bool"),
-    "a large number": ({"devices": 10**400}, "wanted at most"),
+    "a number as text": ({"seed": "3"}, "seed = '3'; wants a whole number"),
+    "a path of another type": ({"run_dir": 3}, "run_dir = 3; wants a value of type Path or None"),
+    "a truth value of another type": ({"resume": "no"}, "resume = 'no'; wants a value of type bool"),
+    "a large number": ({"devices": 10**400}, "wants at most"),
     "an unknown setting": ({"mood": 1}, "this version has no setting mood"),
 }
 

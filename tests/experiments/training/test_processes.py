@@ -173,13 +173,13 @@ def test_a_line_that_comes_byte_by_byte_must_end_in_time():
 def test_a_process_of_another_run_ends_the_start(waiting, numbers):
     connect, result = waiting
     connect(f"{numbers} the token\n".encode())
-    with pytest.raises(UserError, match=r"reached 127.0.0.1:\d+: wanted process 1 of 2"):
+    with pytest.raises(UserError, match=r"reached 127.0.0.1:\d+; wants process 1 of 2"):
         result.result(timeout=30)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
-    message = rf"port {port + offset} cannot be used \(Address already in use\): wanted an address of this machine"
+    message = rf"port {port + offset} cannot be used \(Address already in use\); wants an address of this machine"
     with socket.create_server(("127.0.0.1", port + offset)), pytest.raises(UserError, match=message):
         processes._listen(Place("127.0.0.1", port, 0, 2))
 
@@ -189,7 +189,7 @@ def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch
     with pytest.raises(ConnectionError, match="has ended, or has another JAXBP_TOKEN"):
         processes._call(Place("127.0.0.1", port, 1, 2))
     monkeypatch.delenv(TOKEN)
-    with pytest.raises(UserError, match="JAXBP_TOKEN is not set: wanted the token of process 0"):
+    with pytest.raises(UserError, match="JAXBP_TOKEN is not set; wants the token of process 0"):
         processes._call(Place("127.0.0.1", port, 1, 2))
 
 
