@@ -307,11 +307,13 @@ CATALOGUE: tuple[Entry, ...] = (
         fused_loss.linear_softmax_cross_entropy,
         _case((2, 3, 5), (4, 5), _LABELS, (4,), label_smoothing=0.1, z_loss=0.01, softcap=5.0),
         _rows(_VOCABULARY, of=lambda *size: _case(*_large_vocabulary(*size))),
+        kernel_dtypes=(),
     ),
     Entry(
         fused_loss.linear_softmax_cross_entropy_backward,
         _case((2, 3), (2, 3, 5), (4, 5), _LABELS, (4,), label_smoothing=0.1, z_loss=0.01, reduction=None),
         _rows(_VOCABULARY, of=lambda *size: _case((), *_large_vocabulary(*size))),
+        kernel_dtypes=(),
     ),
     *(
         Entry(function, _case((2, 3, 5), _LABELS, *_LAYERS), {"fc1 to fc3": _case(*_LENET_TAIL)})

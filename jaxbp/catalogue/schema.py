@@ -181,7 +181,7 @@ class Entry:
       function: the public function. It takes the arguments and options of the cases, and `implementation=`.
       small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
-      kernel_dtypes: the dtypes that the kernels of the function take.
+      kernel_dtypes: the dtypes that the kernels of the function take, or an empty tuple if it has none.
       like: the name of an entry that is paired in the same way and has the same kernels, but another formula. Tests
         that do not depend on the formula run only for the entry with this name.
       kink_convention: whether the function has autodiff's slope where there is no derivative.

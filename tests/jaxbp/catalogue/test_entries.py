@@ -298,7 +298,7 @@ def _left_to_xla(name, place, dtype):
     return dtype != "float32" and name in ("conv2d_backward_input", "linear", "linear_backward")
 
 
-@every_pair
+@pytest.mark.parametrize("name", [entry.name for entry in DISTINCT if entry.name in PAIRS and entry.kernel_dtypes])
 def test_float32_kernels_lower_for_cuda_under_x64(name):
     with jax.enable_x64(True), jax.default_matmul_precision("default" if name.startswith("mlp_") else "highest"):
         assert "mosaic_gpu" in _cuda_program(name, None, "float32", batch=2)
