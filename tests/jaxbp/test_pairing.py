@@ -15,7 +15,8 @@ from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp import DefaultImplementation, Op, Pair
-from jaxbp.pairing import REMEMBERED, per_implementation
+from jaxbp.common.options import REMEMBERED
+from jaxbp.pairing import per_implementation
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 
