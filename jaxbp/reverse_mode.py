@@ -54,7 +54,7 @@ _tangents_p.def_impl(_refuse)
 _tangents_p.def_abstract_eval(lambda *tangents, op: list(tangents))
 mlir.register_lowering(_tangents_p, _refuse)
 ad.primitive_jvps[_tangents_p] = _refuse
-batching.primitive_batchers[_tangents_p] = lambda tangents, axes, op: (_tangents_p.bind(*tangents, op=op), axes)
+batching.primitive_batchers[_tangents_p] = _refuse
 
 
 def _transposed(cotangents, *tangents, op):
