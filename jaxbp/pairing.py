@@ -209,7 +209,12 @@ class Op(Generic[P, R]):
     def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
         """Return an implementation as a function of arrays. `name` is the op that the user called, which may be made of
         this op."""
-        return jax.named_scope(self.name)(functools.partial(self.implementations[implementation], **options.values))
+        return self._scoped(implementation, functools.partial(self.implementations[implementation], **options.values))
+
+    def _scoped(self, implementation: str | None, function: Callable) -> Callable:
+        """Return the function in scopes with the names of the op and of the implementation, for compiled programs."""
+        function = function if implementation is None else jax.named_scope(implementation)(function)
+        return jax.named_scope(self.name)(function)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
         """Return what `_build` returns. For equal options, it is the same object."""
@@ -389,7 +394,7 @@ class Pair(Op[P, R]):
                 kinds = Kinds.of((x,))
                 return linear_call(forward, lambda dy: self._checked(kinds, backward(dy))[0], x)
 
-            return jax.named_scope(self.name)(call_linear)
+            return self._scoped(implementation, call_linear)
 
         call = jax.custom_vjp(lambda *arrays: mapped_axis_first(forward(*arrays))[0])
 
@@ -402,7 +407,7 @@ class Pair(Op[P, R]):
             return self._checked(kinds, backward(dy[0] if self._has_aux else dy, *saved))
 
         call.defvjp(save_with_kinds, gradients)
-        return jax.named_scope(self.name)(lambda *arrays: call(*reverse_mode_only(arrays, name)))
+        return self._scoped(implementation, lambda *arrays: call(*reverse_mode_only(arrays, name)))
 
     def _checked(self, kinds: Kinds, gradients: Any) -> tuple:
         return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)
