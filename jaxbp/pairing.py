@@ -388,6 +388,7 @@ class Pair(Op[P, R]):
             return super()._build(implementation, options, name)
         bound = (self.implementations[implementation], *self._rules[implementation])
         forward, save, backward = (functools.partial(function, **options.values) for function in bound)
+        backward = self.backward._scoped(implementation, backward)
         if self._linear:
 
             def call_linear(x):

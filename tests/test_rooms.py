@@ -222,6 +222,8 @@ TESTED_ELSEWHERE = {
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
     "jaxbp/circuits/convolution",
+    # Parts of a pair, tested through it.
+    *("jaxbp/common/gradients", "jaxbp/common/options"),
     # Parts of a check, tested through it.
     *(
         f"jaxbp/verify/{name}"
