@@ -10,18 +10,22 @@ returns the residuals, and a backward. The argument `implementation=` of a call 
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxbp.common.gradients import Kinds, by_autodiff, of_floating, positional_names
+from jaxbp.common.options import Options, remembered
 from jaxbp.mapped_axis import mapped_axis_first
+from jaxbp.reverse_mode import linear_call, reverse_mode_only
 from jaxbp.sharding import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import unify_varying_axes
@@ -31,9 +35,8 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 
 Implementation = Literal["pallas", "xla", "autodiff"] | None
 
-REMEMBERED = 128
-"""The number of combinations of options that an op remembers. For each remembered combination, it keeps the function
-with these options bound."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,44 +54,9 @@ class DefaultImplementation:
     elsewhere: str = "xla"
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Options:
-    """Options as a key of a cache. Values of different types are different keys: True is not 1, and 2 is not 2.0."""
-
-    values: Mapping[str, Any]
-
-    @functools.cached_property
-    def key(self) -> tuple:
-        return tuple((name, _typed(value)) for name, value in sorted(self.values.items()))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Options) and self.key == other.key
-
-
-def _typed(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return type(value), tuple(map(_typed, value))
-    # Hexadecimal text distinguishes 0.0 from -0.0, and makes NaN equal to NaN.
-    return type(value), float(value).hex() if isinstance(value, float | np.floating) else value
-
-
-def _remembered(build: Callable[..., Callable]) -> Callable[[Mapping[str, Any]], Callable]:
-    """Return a function that maps options to `build(**options)`. A cache keeps the results of recent calls.
-
-    JAX finds the cached trace of a function by the function's identity. For equal options, the result must therefore be
-    the same object.
-    """
-    cached = functools.lru_cache(REMEMBERED)(lambda options: build(**options.values))
-    return lambda options: cached(_Options(options))
-
-
-def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None = None) -> Callable:
+def differentiable(
+    kernel: Callable[P, R], formula: Callable[P, R], batch_axes: BatchAxes | None = None
+) -> Callable[P, R]:
     """Return a function that computes its values by `kernel` and its derivatives by `formula`, because JAX cannot
     differentiate a kernel.
 
@@ -97,11 +65,11 @@ def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | 
     kernels. With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
     """
 
-    @_remembered
-    def bind(**options):
-        formula_ = functools.partial(formula, **options)
+    @remembered
+    def bind(options):
+        formula_ = functools.partial(formula, **options.values)
         # Without jit, JAX would trace and compile the kernel at every call.
-        shared = over_devices(functools.partial(kernel, **options), formula_, batch_axes)
+        shared = over_devices(functools.partial(kernel, **options.values), formula_, batch_axes)
         call = jax.custom_jvp(jax.jit(shared, inline=True))
 
         @call.defjvp
@@ -112,7 +80,7 @@ def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | 
 
     @functools.wraps(kernel)
     def wrapped(*arrays, **options):
-        return bind(options)(*arrays)
+        return bind(Options(options))(*arrays)
 
     return wrapped
 
@@ -120,7 +88,7 @@ def differentiable(kernel: Callable, formula: Callable, batch_axes: BatchAxes | 
 # ------------------------------------------------------------------------------------------------------------------ Op
 
 
-class Op:
+class Op(Generic[P, R]):
     """A pure function in up to three implementations, selected by one argument.
 
     Args:
@@ -141,7 +109,7 @@ class Op:
     def __init__(
         self,
         name: str,
-        implementations: Mapping[str | None, Callable],
+        implementations: Mapping[Implementation, Callable[P, R]],
         *,
         unsupported: Callable[..., str | None] | None = None,
         default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
@@ -154,15 +122,20 @@ class Op:
         made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
         self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name
-        self.implementations = {key: jax.named_scope(name)(value) for key, value in implementations.items()}
+        self.implementations = dict(implementations)
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
-        self._bound = {
-            key: _remembered(functools.partial(functools.partial, f)) for key, f in self.implementations.items()
-        }
-        self._compiled = self._compiler() if jit else None
-        self._renamed: dict[str, Op] = {}
+        # JAX finds a compiled function by its identity, so the functions with bound options are kept.
+        self._built = remembered(self._build)
+        self._compiled = remembered(self._compile) if jit else None
+        self._renamed: dict[str, Op[P, R]] = {}
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def __call__(self, *args: Any, implementation: Implementation, **kwargs: Any) -> R: ...
 
     def __call__(self, *arrays: Any, implementation: Implementation = None, **options: Any) -> Any:
         """Call the selected implementation.
@@ -176,8 +149,9 @@ class Op:
             # After an error, `_run` repeats the call. It raises the same error, but without JAX's messages about
             # tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
-                return self._compiled({**options, "implementation": implementation})(*arrays)
-        return self._run(arrays, implementation, options)
+                return self._compiled(implementation, Options(options))(*arrays)
+        with _within(self.name):
+            return self._run(arrays, implementation, options)
 
     def _run(self, arrays: tuple, implementation: Implementation, options: Mapping[str, Any]) -> Any:
         arrays = unify_varying_axes(arrays)
@@ -223,56 +197,81 @@ class Op:
         # On a machine with a GPU, a function may still be lowered for the CPU, and must be correct there, too.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
-    def _compiler(self) -> Callable[[Mapping[str, Any]], Callable]:
-        """Return a function that maps options, including `implementation`, to the compiled op. A cache keeps the
-        results."""
+    def _compile(self, implementation: Implementation, options: Options) -> Callable:
+        """Return the compiled op, a function of arrays."""
 
-        def compiled(implementation, **options):
-            return jax.jit(lambda *arrays: self._run(arrays, implementation, options))
+        def run(*arrays):
+            with _within(self.name):
+                return self._run(arrays, implementation, options.values)
 
-        return _remembered(compiled)
+        return jax.jit(run)
+
+    def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
+        """Return an implementation as a function of arrays. `name` is the op that the user called, which may be made of
+        this op."""
+        return self._scoped(implementation, functools.partial(self.implementations[implementation], **options.values))
+
+    def _scoped(self, implementation: str | None, function: Callable) -> Callable:
+        """Return the function in scopes with the names of the op and of the implementation, for compiled programs."""
+        function = function if implementation is None else jax.named_scope(implementation)(function)
+        return jax.named_scope(self.name)(function)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """Return the function of an implementation with its options bound. For equal options, it is the same object."""
+        """Return what `_build` returns. For equal options, it is the same object."""
         try:
-            return self._bound[implementation](options)
+            return self._built(implementation, Options(options), _CALLED.get() or self.name)
         except TypeError:
             for name, value in options.items():
-                try:
-                    hash(value)
-                except TypeError:
-                    is_array = isinstance(value, Array | np.ndarray)
-                    got = "an array" if is_array else f"a {type(value).__name__}"
-                    why = "options are static" + (", arrays are passed by position" if is_array else "")
-                    raise TypeError(f"{self.name}: {name} is {got}; wants something hashable: {why}") from None
+                _require_hashable(self.name, name, value)
             raise
 
     def _available(self, implementation: str) -> str:
         """Return `implementation`, or another implementation if this op lacks it."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
-    def named(self, name: str) -> "Op":
+    def named(self, name: str) -> "Op[P, R]":
         """Return the same op with another name for error messages. Each name has one object, which compiles once."""
         if name not in self._renamed:
-            renamed = self._renamed[name] = object.__new__(type(self))
-            renamed.__dict__ = self.__dict__ | {"name": name}
-            renamed._compiled = renamed._compiler() if self._compiled else None
+            maker, arguments = self._made_of
+            self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
         return self._renamed[name]
 
     def __reduce__(self):
         # Pickle only the arguments of the constructor. Functions among them must be defined at the top level of a
         # module. Functions with bound options are built again after unpickling.
-        return _made_again, (type(self), *self._made_of, self.name)
+        return _made_again, (type(self), *self._made_of)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {', '.join(map(str, self.implementations))})"
 
 
-def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any], name: str) -> Op:
+def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -> Op:
     op = object.__new__(kind)
     maker.__init__(op, **arguments)
-    op.name = name
     return op
+
+
+_CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
+"""The name of the op that the user called. Other ops may run within it."""
+
+
+@contextlib.contextmanager
+def _within(name: str) -> Iterator[None]:
+    token = _CALLED.set(_CALLED.get() or name)
+    try:
+        yield
+    finally:
+        _CALLED.reset(token)
+
+
+def _require_hashable(op: str, name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        is_array = isinstance(value, Array | np.ndarray)
+        got = "an array" if is_array else f"a {type(value).__name__}"
+        why = "options are static" + (", arrays are passed by position" if is_array else "")
+        raise TypeError(f"{op}: {name} is {got}; wants something hashable: {why}") from None
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
@@ -286,21 +285,24 @@ def per_implementation(function: Callable, implementations: tuple[Implementation
 # ---------------------------------------------------------------------------------------------------------------- Pair
 
 
-class Pair(Op):
+class Pair(Op[P, R]):
     """A pure function and its hand-written backward.
 
     Args:
-      forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None.
+      forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None or a
+        pytree of arrays.
       backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` with these implementations.
-        It returns a tuple with one gradient, or None, per array of the forward, or one array if there is only one.
-        "xla" is a formula in jnp; "pallas" is a kernel that computes the same function.
+        It returns a tuple with one gradient, or None, per array of the forward, or one array if there is only one. The
+        gradient of an integer array is None or has dtype float0. In the gradient of a pytree, None may stand for any
+        part. "xla" is a formula in jnp; "pallas" is a kernel that computes the same function.
       save: `save(*arrays, **options) -> (y, saved)`, one function, or a dict with one function per implementation. By
-        default, it saves the arguments. A kernel that it calls must be `differentiable`.
+        default, it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees.
+        Its arrays that are not arguments are named after the op, for the policies of `jax.checkpoint`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
         them. If the residuals are the arguments, `vjp` does not run the forward.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. The shape of this array is the option `shape`. Nothing is
-        saved.
+        saved. The pair then also has forward mode, and `jax.linear_transpose` works.
       batch_axes: a function of `(dy, *saved)` that returns their batch axes. Each device of a mesh then runs the
         kernel on a part of the examples: see `jaxbp.sharding`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
@@ -321,11 +323,11 @@ class Pair(Op):
 
     def __init__(
         self,
-        forward: Callable,
-        backward: Mapping[str, Callable] | Op,
+        forward: Callable[P, R],
+        backward: Mapping[Literal["pallas", "xla", "autodiff"], Callable[..., Any]] | Op[..., Any],
         *,
-        save: Callable | Mapping[str, Callable] | None = None,
-        residuals: Callable | None = None,
+        save: Callable[..., Any] | Mapping[Implementation, Callable[..., Any]] | None = None,
+        residuals: Callable[..., Any] | None = None,
         has_aux: bool = False,
         linear: bool = False,
         name: str | None = None,
@@ -345,42 +347,85 @@ class Pair(Op):
                 raise TypeError(f'{got}; wants a dict, implementation -> function, say {{"xla": ...}}, or an Op')
             backward = Op(f"{name}_backward", _kernels_differentiable(backward, batch_axes), jit=jit)
         if linear:
-            save = functools.partial(_saving_nothing, forward)
+            save, residuals = functools.partial(_saving_nothing, forward), _nothing
         elif save is None:
             save, residuals = functools.partial(saving_arguments, forward), residuals or given_arguments
-        rules = {
-            implementation: (save[implementation] if isinstance(save, Mapping) else save, rule)
-            for implementation, rule in backward.implementations.items()
-            if not isinstance(save, Mapping) or implementation in save
+        saves = save if isinstance(save, Mapping) else dict.fromkeys(backward.implementations, save)
+        self._rules = {
+            key: (saves[key], rule)
+            for key, rule in backward.implementations.items()
+            if key in saves and key != "autodiff"
         }
-        rules.pop("autodiff", None)
-        paired = {
-            # With `implementation=None`, a call without a gradient also computes y by the function `save`, because its
-            # forward is the fastest one.
-            key: _paired(name, functools.partial(_value, save_) if key is None else forward, save_, rule, has_aux)
-            for key, (save_, rule) in rules.items()
+        # With `implementation=None`, a call without a gradient also computes y by the function `save`, because its
+        # forward is the fastest one.
+        forwards = {
+            key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
-        vjps = {key: _vjp(name, forward, save_, residuals, rule, linear) for key, (save_, rule) in rules.items()}
-        autodiff = functools.partial(_transposed if linear else _differentiated, forward, has_aux)
         super().__init__(
             name,
-            paired | {"autodiff": forward},
+            forwards | {"autodiff": forward},
             unsupported=unsupported,
             default=default,
             partitioned=partitioned,
             jit=jit,
         )
         self._made_of = Pair, made_of
-        self.forward = forward
-        self.backward = backward
-        self.vjp = Op(
+        self.forward, self.backward = forward, backward
+        self._residuals, self._has_aux, self._linear = residuals, has_aux, linear
+        behind_dy = functools.partial(functools.partial, _behind_dy)
+        self.vjp: Op[..., Any] = Op(
             f"{name}_backward",
-            vjps | {"autodiff": autodiff},
-            unsupported=self.unsupported if linear else functools.partial(_behind_dy, self.unsupported),
-            default=default_vjp or (functools.partial(_behind_dy, default) if callable(default) else default),
+            {key: functools.partial(self._vjp, key) for key in self._rules} | {"autodiff": self._vjp_by_autodiff},
+            unsupported=self.unsupported if linear else behind_dy(self.unsupported),
+            default=default_vjp or (behind_dy(default) if callable(default) else default),
             partitioned=partitioned,
             jit=jit,
         )
+
+    def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
+        """Return an implementation as a function of arrays. Unless it is "autodiff", its gradient is the backward."""
+        if implementation not in self._rules:
+            return super()._build(implementation, options, name)
+        bound = (self.implementations[implementation], *self._rules[implementation])
+        forward, save, backward = (functools.partial(function, **options.values) for function in bound)
+        backward = self.backward._scoped(implementation, backward)
+        if self._linear:
+
+            def call_linear(x):
+                kinds = Kinds.of((x,))
+                return linear_call(forward, lambda dy: self._checked(kinds, backward(dy))[0], x)
+
+            return self._scoped(implementation, call_linear)
+
+        call = jax.custom_vjp(lambda *arrays: mapped_axis_first(forward(*arrays))[0])
+
+        def save_with_kinds(*arrays):
+            y, saved = mapped_axis_first(*_named(name, arrays, *save(*arrays)))
+            return y, (saved, Kinds.of(arrays))
+
+        def gradients(saved, dy):
+            saved, kinds = saved
+            return self._checked(kinds, backward(dy[0] if self._has_aux else dy, *saved))
+
+        call.defvjp(save_with_kinds, gradients)
+        return self._scoped(implementation, lambda *arrays: call(*reverse_mode_only(arrays, name)))
+
+    def _checked(self, kinds: Kinds, gradients: Any) -> tuple:
+        return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)
+
+    def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
+        """Return the gradients of the floating arrays by an implementation of the backward."""
+        save, backward = self._rules[implementation]
+        saved = self._residuals(*arrays, **options) if self._residuals else save(*arrays, **options)[1]
+        found = backward(dy, *saved, **options)
+        return found if self._linear else of_floating(self._checked(Kinds.of(arrays), found), arrays)
+
+    def _vjp_by_autodiff(self, dy: Any, *arrays: Any, **options: Any) -> Any:
+        """Return the gradients of the floating arrays by JAX's autodiff."""
+        forward = functools.partial(self.forward, **options)
+        if self._linear:
+            return transpose(forward, options["shape"], dy)
+        return by_autodiff((lambda *arrays: forward(*arrays)[0]) if self._has_aux else forward, dy, *arrays)
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
@@ -424,103 +469,18 @@ def _saving_nothing(forward, *arrays, **options):
     return forward(*arrays, **options), ()
 
 
-def _paired(name: str, forward: Callable, save: Callable, backward: Callable, has_aux: bool) -> Callable:
-    """Return `forward` as a function with `jax.custom_vjp`, whose gradient is `backward`."""
-
-    @_remembered
-    def bind(**options):
-        def run(*arrays):
-            return mapped_axis_first(forward(*arrays, **options))[0]
-
-        def save_with_kinds(*arrays):
-            y, saved = mapped_axis_first(*save(*arrays, **options))
-            return y, (saved, _Kinds.of(arrays))
-
-        def gradients(saved, dy):
-            saved, kinds = saved
-            found = backward(dy[0] if has_aux else dy, *saved, **options)
-            return _checked(name, positional_names(forward, len(kinds.each)), kinds, found)
-
-        call = jax.custom_vjp(run)
-        call.defvjp(save_with_kinds, gradients)
-        return call
-
-    def paired(*arrays, **options):
-        try:
-            return bind(options)(*arrays)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            message = f'{name}: has no forward mode, because it has a backward; use implementation="autodiff"'
-            raise TypeError(message) from error
-
-    return paired
+def _nothing(*arrays, **options):
+    return ()
 
 
-def _vjp(
-    name: str, forward: Callable, save: Callable, residuals: Callable | None, backward: Callable, linear: bool
-) -> Callable:
-    """Return `backward` as a function of the forward's arguments."""
+def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
+    """Return y and the residuals. The residuals that are not arguments have the op's name.
 
-    def vjp(dy, *arrays, **options):
-        if linear:
-            return backward(dy, **options)
-        saved = residuals(*arrays, **options) if residuals else save(*arrays, **options)[1]
-        found = backward(dy, *saved, **options)
-        return _of_floating(_checked(name, positional_names(forward, len(arrays)), _Kinds.of(arrays), found), arrays)
-
-    return vjp
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Kinds:
-    """The shape and the dtype of each argument, as a key of a cache. The entry of an argument that is not an array is
-    None."""
-
-    each: tuple[tuple[tuple[int, ...], np.dtype] | None, ...]
-
-    @classmethod
-    def of(cls, arrays: tuple) -> "_Kinds":
-        return cls(tuple((a.shape, a.dtype) if hasattr(a, "dtype") and hasattr(a, "shape") else None for a in arrays))
-
-
-def _checked(op: str, names: list[str], kinds: _Kinds, found: Any) -> tuple:
-    """Return `found`, the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
-
-    Raise TypeError or ValueError if their number, shapes, or dtypes are wrong.
+    An argument keeps the name that its caller gave it. A residual that is also a result stays the same array.
     """
-    gradients, each = _tuple(found), f"a gradient for each of {', '.join(names)}"
-    if isinstance(found, list):
-        raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
-    if len(gradients) != len(names):
-        raise ValueError(f"{op}_backward: returns {len(gradients)} gradients; wants {len(names)}, {each}")
-    for name, kind, gradient in zip(names, kinds.each, gradients, strict=True):
-        if gradient is None or kind is None:
-            continue
-        dtype = jnp.result_type(gradient)
-        if not jnp.issubdtype(kind[1], jnp.inexact):
-            if dtype != jax.dtypes.float0:
-                raise TypeError(f"{op}_backward: {name} has dtype {kind[1]}, but a gradient of {dtype}; wants None")
-            continue
-        if jnp.shape(gradient) != kind[0]:
-            shape = jnp.shape(gradient)
-            raise ValueError(
-                f"{op}_backward: the gradient of {name} has shape {shape}; wants {kind[0]}, the shape of {name}"
-            )
-        if dtype != kind[1]:
-            raise TypeError(
-                f"{op}_backward: the gradient of {name} has dtype {dtype}; wants {kind[1]}, the dtype of {name}"
-            )
-    return gradients
-
-
-def positional_names(function: Callable, count: int) -> list[str]:
-    """Return names for the first `count` positional arguments of a function. If its signature has fewer names, the
-    other arguments get numbers."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]
+    given = {id(a) for a in jax.tree.leaves(arrays)}
+    named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
+    return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))
 
 
 def name_of(function: Callable) -> str:
@@ -528,37 +488,3 @@ def name_of(function: Callable) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
-
-
-def _differentiated(forward, has_aux, dy, *arrays, **options):
-    """Return the gradients of `forward` with respect to its floating arrays, by JAX's autodiff."""
-    floating = [i for i, a in enumerate(arrays) if _is_floating(a)]
-
-    def of_floating(*values):
-        given = dict(zip(floating, values, strict=True))
-        y = forward(*(given.get(i, a) for i, a in enumerate(arrays)), **options)
-        return y[0] if has_aux else y
-
-    _, vjp = jax.vjp(of_floating, *(arrays[i] for i in floating))
-    return _one_or_tuple(vjp(dy))
-
-
-def _transposed(forward, has_aux, dy, **options):
-    return transpose(functools.partial(forward, **options), options["shape"], dy)
-
-
-def _of_floating(gradients, arrays):
-    pairs = zip(_tuple(gradients), arrays, strict=True)
-    return _one_or_tuple(tuple(gradient for gradient, a in pairs if _is_floating(a)))
-
-
-def _is_floating(a: Any) -> bool:
-    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
-
-
-def _tuple(gradients: Any) -> tuple:
-    return gradients if isinstance(gradients, tuple) else (gradients,)
-
-
-def _one_or_tuple(gradients: tuple) -> Any:
-    return gradients if len(gradients) > 1 else gradients[0]

@@ -77,6 +77,36 @@ jaxbp.Circuit.of(3)  # wrong
 jaxbp.verify.check(jaxbp.relu, x).failure  # wrong
 jaxbp.nn.LeNet(fused="no")  # wrong
 jaxbp.Pair(jnp.sin, 3)  # wrong
+
+
+def scaled(x: jax.Array, w: jax.Array, *, power: int = 1) -> jax.Array:
+    return x * w**power
+
+
+def gradients(dy: jax.Array, x: jax.Array, w: jax.Array, *, power: int = 1) -> tuple[jax.Array, jax.Array]:
+    return dy * w**power, dy * x * power * w ** (power - 1)
+
+
+pair = jaxbp.Pair(scaled, {"xla": gradients, "pallas": lambda dy, x, w, *, power=1: gradients(dy, x, w, power=power)})
+assert_type(pair(x, x), jax.Array)
+assert_type(pair(x, x, power=2), jax.Array)
+assert_type(pair.named("product")(x, x), jax.Array)
+assert_type(pair(x, x, implementation="xla"), jax.Array)
+pair(x)  # wrong
+pair(x, x, x)  # wrong
+pair(x, "x")  # wrong
+pair(x, x, power="2")  # wrong
+pair(x, x, exponent=2)  # wrong
+pair(x, x, implementation="palas")  # wrong
+text = pair(x, x, implementation="xla")  # wrong
+jaxbp.Pair(scaled, {"cuda": gradients})  # wrong
+jaxbp.Pair(scaled, gradients)  # wrong
+op = jaxbp.Op("scaled", {"xla": scaled, None: scaled})
+assert_type(op(x, x), jax.Array)
+op(x)  # wrong
+jaxbp.Op("scaled", {"cuda": scaled})  # wrong
+assert_type(jaxbp.differentiable(scaled, scaled)(x, x), jax.Array)
+jaxbp.differentiable(scaled, scaled)(x)  # wrong
 """
 WRONG_LINES = {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
 

@@ -222,6 +222,8 @@ TESTED_ELSEWHERE = {
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
     "jaxbp/circuits/convolution",
+    # Parts of a pair, tested through it.
+    *("jaxbp/common/gradients", "jaxbp/common/options"),
     # Parts of a check, tested through it.
     *(
         f"jaxbp/verify/{name}"
@@ -234,6 +236,7 @@ TESTED_ELSEWHERE = {
     *(f"experiments/bench/peers/{name}" for name in ("cudnn", "liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
+    "jaxbp/catalogue/test_promotion",
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",

@@ -20,7 +20,9 @@ def upcast(a: Array) -> Array:
 
 def wide(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which elements of a floating dtype are summed."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # This promotion is meant, so that it also takes place where `jax.numpy_dtype_promotion` is "strict".
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:

@@ -1,9 +1,12 @@
-"""Verify a backward: `check` compares it with finite differences, and `compare` compares its implementations."""
+"""Verify a backward: `check` compares it with finite differences, `compare` compares its implementations, and
+`find_nan` finds the operation at which a value or a cotangent stops being finite."""
 
 from jaxbp.verify.check import TOLERANCES as TOLERANCES
 from jaxbp.verify.check import check as check
 from jaxbp.verify.compare import Comparison as Comparison
 from jaxbp.verify.compare import compare as compare
+from jaxbp.verify.find_nan import NonFinite as NonFinite
+from jaxbp.verify.find_nan import find_nan as find_nan
 from jaxbp.verify.measurement import Difference as Difference
 from jaxbp.verify.measurement import Measured as Measured
 from jaxbp.verify.measurement import Program as Program

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxbp.common.gradients import positional_names
 from jaxbp.pairing import name_of as name_of
-from jaxbp.pairing import positional_names
 
 
 def is_float(a: Any) -> bool:

@@ -77,7 +77,7 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
     if (program := called(equation)) is not None:
         return run(program, inputs)
     if name == "scan":
-        consts, carry = _scan_sizes(params)
+        consts, carry = scan_sizes(params)
         fixed, start, xs = inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
 
         def step(state, x):
@@ -149,7 +149,7 @@ def _with_inner(equation):
             yield from equations(value)
 
 
-def _scan_sizes(params):
+def scan_sizes(params):
     """Return the number of constants and the number of carried values of a scan. In JAX 0.12, the parameters of the
     equation have these numbers in a tree."""
     if "num_consts" in params:

@@ -17,6 +17,7 @@ lowering. Tracing a program therefore spends no time on its kernels.
 """
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from jax._src.dispatch import apply_primitive
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
@@ -57,6 +59,7 @@ def launch(
     barriers: bool = True,
     sums_across_warps: bool = True,
     in_place: Mapping[int, int] | None = None,
+    skippable: Sequence[int] = (),
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -81,6 +84,9 @@ def launch(
       in_place: index of an array, among all leaves of `arrays`, -> index of an output of the same shape and dtype that
         may use the array's memory. Each element must be written only by the CTA that reads it, and only after the read.
         XLA copies the array first if it is still needed.
+      skippable: indices of entries of the tuple `out`. If a compiled program uses no array of such an entry, the body
+        gets None in place of the entry's references, and must not write it. So a backward skips the sums for parameters
+        that are not differentiated. A kernel with `in_place` cannot skip outputs.
 
     Returns:
       An array for each leaf of `out`, in its structure.
@@ -89,13 +95,21 @@ def launch(
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
+    if in_place and skippable:
+        raise ValueError(f"{name}: skippable is {skippable}; wants nothing, because outputs are in_place")
     out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), out)
-    outputs = out if isinstance(out, (tuple, list)) else (out,)
-    structure = jax.tree.structure((*arrays, *outputs, *scratch))
-    arrays, shapes, scratch = jax.tree.leaves(arrays), tuple(jax.tree.leaves(out)), jax.tree.leaves(scratch)
-    call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=scratch)
-    mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
-    interpreter = functools.partial(_interpret, body, **call)
+    outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
+
+    def functions(entries):
+        """Return the body as functions of arrays, for CUDA and for the interpreter, with the kept outputs."""
+        kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
+        structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
+        call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
+        mosaic = functools.partial(_mosaic, body, **call, cluster=cluster or {}, warpgroups=warpgroups, options=options)
+        return mosaic, functools.partial(_interpret, body, **call)
+
+    inputs, arrays = arrays, jax.tree.leaves(arrays)
     # A weakly typed argument would change the dtypes in a body. A kernel that is compiled ahead has no weakly typed
     # arguments.
     arrays = unify_varying_axes(
@@ -103,12 +117,11 @@ def launch(
     )
     if (params := simulating()) is not None:
         with _check_vma(False):
-            results = mosaic(*arrays, interpret=params)
+            results = functions(entries)[0](*arrays, interpret=params)
     else:
         if not scratch and jax.default_backend() == "cpu":
             _warn_interpreted()
-        mosaic_in_place = in_place and CHANGES_IN_PLACE and functools.partial(mosaic, in_place=in_place)
-        results = _bind(name, mosaic, interpreter, arrays, shapes, mosaic_in_place or mosaic)
+        results = _bind(name, functions, arrays, entries, in_place if CHANGES_IN_PLACE else None)
     return jax.tree.unflatten(jax.tree.structure(out), unify_varying_axes((arrays, list(results)))[1])
 
 
@@ -190,13 +203,59 @@ def _on_mesh_of(arrays, ndim):
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-def _bind(name, mosaic, interpreter, arrays, shapes, in_place):
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """An entry of `out`: the shapes of its leaves, whether it may be skipped, and whether it is written."""
+
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    skippable: bool = False
+    kept: bool = True
+
+
+def _bind(name, functions, arrays, entries, in_place):
     # A body is traced when it is lowered, in the contexts of the lowering. The contexts of this call that affect the
     # body are therefore passed along.
-    functions = dict(cuda=in_place, batched=mosaic, default=interpreter)
     x64 = jax.config.jax_enable_x64
-    functions = {key: functools.partial(_trace, function, x64) for key, function in functions.items()}
-    return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions)
+
+    def parameters(entries):
+        """Return the parameters of the primitive with the kept outputs."""
+        mosaic, interpreter = functions(entries)
+        cuda = functools.partial(mosaic, in_place=in_place) if in_place else mosaic
+        traced = {
+            key: functools.partial(_trace, function, x64)
+            for key, function in dict(cuda=cuda, batched=mosaic, default=interpreter).items()
+        }
+        return dict(entries=entries, shapes=_kept_shapes(entries), **traced)
+
+    return _launch_p.bind(*arrays, name=name, parameters=parameters, **parameters(entries))
+
+
+def _kept_shapes(entries):
+    return tuple(shape for entry in entries if entry.kept for shape in entry.shapes)
+
+
+def _drop_unused_outputs(used, *others):
+    """Skip the outputs that nothing uses, if the kernel can. JAX calls this when it removes unused operations."""
+    equation, flags = others[-1], iter(used)
+    inputs, params = [any(used)] * len(equation.invars), equation.params
+    if not any(used):
+        return inputs, None
+    entries, outvars = [], iter(equation.outvars)
+    kept_outvars = []
+    for entry in params["entries"]:
+        count = len(entry.shapes) if entry.kept else 0
+        is_used = any([next(flags) for _ in range(count)])
+        variables = [next(outvars) for _ in range(count)]
+        keep = entry.kept and (is_used or not entry.skippable)
+        kept_outvars += variables if keep else []
+        entries.append(dataclasses.replace(entry, kept=keep))
+    if len(kept_outvars) == len(equation.outvars):
+        return inputs, equation
+    params = params | params["parameters"](tuple(entries))
+    return inputs, equation.replace(outvars=kept_outvars, params=params)
+
+
+pe.dce_rules[_launch_p] = _drop_unused_outputs
 
 
 def _trace(function, x64, *arrays):
@@ -230,13 +289,18 @@ def _lower_for_cuda(context, *arrays, cuda, **_):
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
 
 
-def _batch(arrays, axes, *, name, shapes, batched, default, **_):
+def _batch(arrays, axes, *, name, parameters, entries, **_):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
-    # JAX does not batch kernels that change an array in place.
-    batched, default = (jax.vmap(function, tuple(axes)) for function in (batched, default))
-    shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in shapes)
-    functions = dict(cuda=batched, batched=batched, default=default)
-    return _launch_p.bind(*arrays, name=name, shapes=shapes, **functions), (0,) * len(shapes)
+
+    def of_batch(entries):
+        of_one = parameters(entries)
+        # JAX does not batch kernels that change an array in place.
+        batched, default = (jax.vmap(of_one[key], tuple(axes)) for key in ("batched", "default"))
+        shapes = tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in of_one["shapes"])
+        return dict(entries=entries, shapes=shapes, cuda=batched, batched=batched, default=default)
+
+    results = _launch_p.bind(*arrays, name=name, parameters=of_batch, **of_batch(entries))
+    return results, (0,) * len(results)
 
 
 batching.primitive_batchers[_launch_p] = _batch

@@ -99,24 +99,27 @@ def normalise(
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
 
-    def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, offset_ref, inv_std_ref, *, row):
+    def body(x_ref, scale_ref, bias_ref, mask_ref, y_ref, statistics_refs, *, row):
         x_row = _Row(x_ref, mask_ref, row, vectors, hidden, eps, center)
         hat, offset, inv_std = x_row.normalise()
-        if center:
-            offset_ref[row] = offset
-        inv_std_ref[row] = inv_std
+        if statistics_refs is not None:
+            offset_ref, inv_std_ref = statistics_refs
+            if center:
+                offset_ref[row] = offset
+            inv_std_ref[row] = inv_std
         for vector in vectors:
             y = _scaled(hat(vector), scale_ref, bias_ref, vector, center)
             y_ref[row, vector] = y.astype(y_ref.dtype)
 
     row_statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    y, offset, inv_std = launch(
+    y, (offset, inv_std) = launch(
         body,
         x,
         scale,
         bias,
         mask,
-        out=(x, row_statistic if center else None, row_statistic),
+        out=(x, [row_statistic if center else None, row_statistic]),
+        skippable=[1],
         grid={"row": rows},
         name="layer_norm" if center else "rms_norm",
     )
@@ -165,6 +168,7 @@ def gradients(
         bias,
         mask,
         out=(x, [sums, sums] if center else [sums], x if with_y else None),
+        skippable=[1],
         grid={"part": parts, "owner": width // config.columns},
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
@@ -216,7 +220,8 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. `y` is None unless `with_y`."""
+    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. It is None if no gradient of a
+    parameter is wanted. `y` is None unless `with_y`."""
 
     dy: Any
     x: Any
@@ -224,7 +229,7 @@ class _BackwardRefs(NamedTuple):
     bias: Any
     mask: Any
     dx: Any
-    sums: list
+    sums: list | None
     y: Any
 
 
@@ -246,10 +251,11 @@ class _Backward:
         def add(i, sums):
             return self._add_row(refs, part * part_rows + i, owned_columns, sums)
 
-        zeros = [[zeros_like(refs.scale[vector]) for _ in refs.sums] for vector in owned_columns]
+        sums_refs = refs.sums or []
+        zeros = [[zeros_like(refs.scale[vector]) for _ in sums_refs] for vector in owned_columns]
         sums = lax.fori_loop(0, jnp.minimum(part_rows, self.rows - part * part_rows), add, zeros)
         for vector, totals in zip(owned_columns, sums, strict=True):
-            for ref, total in zip(refs.sums, totals, strict=True):
+            for ref, total in zip(sums_refs, totals, strict=True):
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):

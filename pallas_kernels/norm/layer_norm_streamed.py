@@ -121,6 +121,7 @@ def normalise(
         rows,
         parameters,
         out=(rows, Statistics(row_statistic if center else None, row_statistic)),
+        skippable=[1],
         grid={"program": programs},
         scratch=_stages(block, config, x),
         name="layer_norm" if center else "rms_norm",
@@ -163,6 +164,7 @@ def gradients(
         parameters,
         statistics,
         out=(rows, totals, rows if with_y else None),
+        skippable=[1],
         grid={"program": programs},
         scratch=_stages(block, config, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
@@ -244,7 +246,7 @@ class _Forward(Stream):
             hats, statistics = block.normalise(blocks, None, eps=self.eps, center=self.center)
             for ref, hat in zip(blocks, hats, strict=True):
                 ref[...] = _scaled(hat(), *parameters).astype(ref.dtype)
-            for row, block_statistics in zip(rows, statistics, strict=True):
+            for row, block_statistics in zip(rows, statistics, strict=True) if statistics_refs is not None else ():
                 block.store_statistics(statistics_refs, first_row + row, block_statistics)
 
 
@@ -255,7 +257,8 @@ class _Backward(Stream):
 
     def body(self, x, dy, parameters, statistics, dx, sums_ref, y, stages, loaded, *, program):
         parameters = list(map(self.block.load_parameter, parameters))
-        zeros = [self.block.partial_sum(zeros_like(parameters[0])) for _ in range(sums_ref.shape[1])]
+        sums = 0 if sums_ref is None else sums_ref.shape[1]
+        zeros = [self.block.partial_sum(zeros_like(parameters[0])) for _ in range(sums)]
         step = functools.partial(self._step, parameters, statistics, y is not None)
         sums = self.stream(step, zeros, [x, dy], [dx] if y is None else [dx, y], stages, loaded, program)
         for i, total in enumerate(sums):
@@ -289,7 +292,8 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            terms = (dy * hat, dy) if self.center else (dy * hat,)
+            # Without `center`, or if no gradient of a parameter is wanted, there are fewer sums.
+            terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums
 

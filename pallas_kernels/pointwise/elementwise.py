@@ -102,6 +102,8 @@ def elementwise(
         def compute(start, length):
             values = formula(*(rows.load(i, ref, row, start, length) for i, ref in enumerate(x_refs)))
             for ref, value in zip(y_refs, jax.tree.leaves(values), strict=True):
+                if ref is None:
+                    continue
                 value = jnp.broadcast_to(value, (length,))
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
@@ -118,6 +120,7 @@ def elementwise(
         body,
         rows.flatten(arrays),
         out=(jax.ShapeDtypeStruct((rows.count * rows.length,), dtype),) * structure.num_leaves,
+        skippable=range(structure.num_leaves),
         grid={"program": rows.count * blocks},
         name=getattr(formula, "__name__", "elementwise").strip("_<>"),
     )

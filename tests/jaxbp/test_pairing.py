@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, cuda_program, on_the_cpu
+from helpers import assert_close, cuda_program, drawn, on_the_cpu, op_of
 from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp import DefaultImplementation, Op, Pair
-from jaxbp.pairing import REMEMBERED, per_implementation
+from jaxbp.common.options import REMEMBERED
+from jaxbp.pairing import per_implementation
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.pointwise.elementwise import elementwise
 
@@ -703,3 +704,159 @@ def test_a_pair_of_functions_of_a_module_can_be_pickled_under_its_name():
     assert again.name == "product"
     gradients = jax.grad(lambda x, w: jnp.sum(again(x, w, implementation="xla")), (0, 1))(x, 2 * x)
     np.testing.assert_array_equal(gradients, (2 * x, x))
+
+
+# ------------------------------------------------------------------------------------------------------------- pytrees
+
+
+def affine(parameters, x):
+    return {"y": parameters["w"] * x + parameters["b"][0], "count": parameters["n"] + 1}
+
+
+def affine_backward(dy, parameters, x, product):
+    dy = dy["y"]
+    return {"w": dy * x, "b": [jnp.sum(dy, keepdims=True)], "n": None}, dy * parameters["w"] + 0 * product["wx"]
+
+
+AFFINE = Pair(
+    affine,
+    {"xla": affine_backward},
+    save=lambda p, x: (affine(p, x), (p, x, {"wx": p["w"] * x})),
+)
+PARAMETERS = {"w": 2 * X, "b": [jnp.ones(1)], "n": jnp.int32(3)}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_arguments_results_and_residuals_may_be_pytrees_with_integers(implementation):
+    def loss(function):
+        return lambda p, x: jnp.sum(jnp.sin(function(p, x)["y"]))
+
+    paired = loss(functools.partial(AFFINE, implementation=implementation))
+    found, expected = (jax.grad(f, (0, 1), allow_int=True)(PARAMETERS, X) for f in (paired, loss(affine)))
+    assert found[0]["n"].dtype == jax.dtypes.float0
+    for gradients in (found, expected):
+        del gradients[0]["n"]
+    assert_close(found, expected, "float32")
+    mapped = jax.jit(jax.vmap(jax.grad(paired, 1), (None, 0)))(PARAMETERS, jnp.stack([X, X]))
+    assert_close(mapped[1], expected[1], "float32")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_vjp_of_a_pytree_gives_none_for_integers(implementation):
+    dy = {"y": X, "count": np.zeros((), jax.dtypes.float0)}
+    of_parameters, of_x = AFFINE.vjp(dy, PARAMETERS, X, implementation=implementation)
+    assert of_parameters["n"] is None
+    assert_close((of_parameters["w"], of_parameters["b"], of_x), (X * X, [jnp.sum(X, keepdims=True)], 2 * X * X), 1e-6)
+
+
+WRONG_TREES = {
+    "a structure": (lambda dy: {"w": dy}, ValueError, r"the gradient of p has structure PyTreeDef\({'w': \*}\); wants"),
+    "a tree for an array": (lambda dy: {"w": [dy], "b": dy}, ValueError, "the gradient of p has structure"),
+    "a shape": (
+        lambda dy: {"w": dy[:1], "b": dy},
+        ValueError,
+        r"the gradient of p\['w'\] has shape \(1,\); wants \(3,",
+    ),
+    "a dtype": (
+        lambda dy: {"w": dy, "b": dy.astype(jnp.float16)},
+        TypeError,
+        r"the gradient of p\['b'\] has dtype float16; wants float32, the dtype of p\['b'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TREES)
+def test_a_wrong_gradient_of_a_pytree_is_refused_with_its_leaf(wrong):
+    gradient, error, message = WRONG_TREES[wrong]
+    pair = Pair(lambda p: p["w"] + p["b"], {"xla": lambda dy, p: gradient(dy)}, name="sum_of")
+    with pytest.raises(error, match=f"^sum_of_backward: {message}"):
+        jax.grad(lambda p: jnp.sum(pair(p)))({"w": X, "b": X})
+
+
+def test_none_may_stand_for_the_gradient_of_any_part_of_a_pytree():
+    def gradient(backward):
+        pair = Pair(lambda p: p["w"] + p["b"][0], {"xla": lambda dy, p: backward(dy)}, name="sum_of")
+        return jax.grad(lambda p: jnp.sum(pair(p, implementation="xla")))({"w": X, "b": [X]})
+
+    for backward in (lambda dy: None, lambda dy: {"w": None, "b": None}, lambda dy: {"w": dy, "b": None}):
+        assert not gradient(backward)["b"][0].any()
+
+
+# ------------------------------------------------------------------------------------------------- residuals and remat
+
+
+def counting_residual(x, counts):
+    """Return exp(x), by a function that only runs when its result is needed, and counts its runs."""
+    count = lambda x: (counts.append(1), np.exp(x))[1]  # noqa: E731
+    return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def gradient_with_policy(counts, policy, **options):
+    save = lambda x: (jnp.exp(x), (counting_residual(x, counts),))  # noqa: E731
+    pair = Pair(jnp.exp, {"xla": lambda dy, e: dy * e}, save=save, name="exponential", **options)
+    layer = jax.checkpoint(lambda x: jnp.sum(jnp.sin(pair(x))), policy=policy)
+    return jax.jit(jax.value_and_grad(layer))
+
+
+POLICIES = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, POLICIES.save_only_these_names("exponential"), POLICIES.everything_saveable],
+    ids=["nothing saved", "saved by name", "everything saved"],
+)
+def test_under_checkpoint_the_residuals_are_computed_once(policy):
+    counts = []
+    _, gradient = gradient_with_policy(counts, policy)(X)
+    assert_close(gradient, jnp.cos(jnp.exp(X)) * jnp.exp(X), "float32")
+    jax.effects_barrier()
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved"),
+    [
+        (None, False),
+        (POLICIES.save_only_these_names("exponential"), True),
+        (POLICIES.save_only_these_names("other"), False),
+    ],
+    ids=["nothing", "the name", "another name"],
+)
+def test_a_policy_saves_or_recomputes_the_residuals_by_the_ops_name(policy, saved):
+    program = gradient_with_policy([], policy).trace(X).jaxpr
+    assert ("pure_callback" in {equation.primitive.name for equation in program.jaxpr.eqns}) == saved
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "conv2d_relu_max_pool2d", "max_pool2d", "relu"])
+def test_the_residuals_of_ops_that_are_not_arguments_have_the_ops_name(op):
+    arrays, _ = drawn(op)
+    function = lambda *arrays: jnp.sum(jax.tree.leaves(op_of(op, None, "xla")(*arrays))[0])  # noqa: E731
+    assert f"name={op}" in str(jax.make_jaxpr(jax.grad(function))(*arrays))
+
+
+def test_a_policy_offloads_the_residuals_of_an_op_by_the_ops_name():
+    policy = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["exponential"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    program = str(gradient_with_policy([], policy).trace(X).jaxpr)
+    assert "host" in program
+
+
+def test_an_argument_that_is_a_residual_keeps_the_name_that_its_caller_gave_it():
+    def layer(x):
+        x = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "input")
+        return jnp.sum(FORMULA_ALONE(x, implementation="xla"))
+
+    program = str(jax.make_jaxpr(jax.grad(layer))(X))
+    assert "name=input" in program and "name=cube" not in program
+
+
+def test_second_derivatives_work_under_checkpoint():
+    # Here, `optimize_remat` of `jax.custom_vjp` raises an error.
+    pair = Pair(jnp.exp, {"xla": lambda dy, y: dy * y}, **EXP)
+    layer = jax.checkpoint(lambda x: jnp.sum(pair(x, implementation="xla")))
+    assert_close(jax.jit(jax.jacrev(jax.grad(layer)))(X), jnp.diag(jnp.exp(X)), "float32")

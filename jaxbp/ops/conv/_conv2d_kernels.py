@@ -27,7 +27,7 @@ def forward_product(x, w, b, output_size, **options):
     """Compute the convolution as a matrix product of the flattened images and the filter matrix (`_filter_matrix`)."""
     matrix = _matrix(w, x.shape[2:], output_size, **options)
     y = _filter_matrix.times_matrix(x, matrix, precision=options["precision"])
-    y = y if b is None else y + jnp.repeat(b, math.prod(output_size))
+    y = y if b is None else y + jnp.repeat(b, math.prod(output_size))[None]
     return y.reshape(x.shape[0], w.shape[0], *output_size)
 
 

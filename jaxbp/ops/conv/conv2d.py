@@ -34,7 +34,7 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
         feature_group_count=groups,
         precision=precision,
     )
-    return y if b is None else y + b[:, None, None]
+    return y if b is None else y + b[None, :, None, None]
 
 
 def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
@@ -53,7 +53,7 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
     else:
         multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
         y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
-    return y if b is None else y + b[:, None, None]
+    return y if b is None else y + b[None, :, None, None]
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):

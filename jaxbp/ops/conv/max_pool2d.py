@@ -35,7 +35,7 @@ def max_and_indices(x, **options):
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, fill=-jnp.inf, **options) for place in places]
     # The indices are computed from a value, so that they have its sharding on a mesh with explicit axes.
-    index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options), index_dtype)
+    index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(**options)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
         # Among equal maxima, the first one is kept. A NaN counts as larger than any number, and is kept.
@@ -97,7 +97,7 @@ def _send_to_places(dy, indices, *, window, stride, padding, input_size):
             (at - before, size - (at - before) - ((n - 1) * s + 1), s - 1)
             for at, (before, _), size, n, s in zip(place, padding, input_size, dy.shape[2:], stride, strict=True)
         ]
-        dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread])
+        dx += lax.pad(jnp.where(indices == i, dy, zero), zero, [(0, 0, 0), (0, 0, 0), *spread]).astype(dx.dtype)
     return dx.astype(dy.dtype)
 
 

@@ -3,7 +3,7 @@
 import math
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from pallas_kernels.dense import linear as kernels
 
 def _forward(x, w, b, *, precision):
     y = jnp.matmul(x, w.T, precision=precision)
-    return y if b is None else y + b
+    return y if b is None else y + lax.broadcast_to_rank(b, y.ndim)
 
 
 def _gradients(dy, x, w, b, *, precision):

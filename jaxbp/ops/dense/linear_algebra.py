@@ -117,7 +117,7 @@ _DOT = fused_pair(_in_float32(jnp.dot), per_implementation(_dot_gradients), name
 
 def _outer_gradients(dy, a, b):
     dy, wide_a, wide_b = map(upcast, (dy, a.ravel(), b.ravel()))
-    da, db = jnp.sum(dy * wide_b, axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
+    da, db = jnp.sum(dy * wide_b[None], axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
     return da.reshape(a.shape).astype(a.dtype), db.reshape(b.shape).astype(b.dtype)
 
 

@@ -42,7 +42,7 @@ each chunk reads and writes."""
 def _capped(x, w, b, softcap, precision):
     """Return the logits `softcap tanh(z / softcap)` with `z = x wᵀ + b`, or z if there is no cap."""
     z = jnp.matmul(x, w.T, precision=precision, preferred_element_type=wide(x.dtype))
-    z = z if b is None else z + b.astype(z.dtype)
+    z = z if b is None else z + b.astype(z.dtype)[None]
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 
@@ -62,7 +62,7 @@ def _row_losses(logits, labels, kept, label_smoothing, z_loss):
 
 
 def _is_label(labels, logits):
-    return labels[:, None] == jnp.arange(logits.shape[-1])
+    return labels[:, None] == jnp.arange(logits.shape[-1])[None]
 
 
 def _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap):
@@ -102,8 +102,8 @@ def _rows_of(x, labels, where):
 def _over_chunks(step: Callable, carry: tuple, classes: int, *rows: Array) -> tuple[tuple, tuple]:
     """Return the last carry and the results per row of `step(carry, *chunk) -> (carry, results)`.
 
-    Chunk i has every row whose index is i modulo the number of chunks. If the rows are divided over devices, each device
-    has a part of every chunk. Zeros, which are not kept, fill the chunks.
+    Chunk i has every row whose index is i modulo the number of chunks. If the rows are divided over devices, each
+    device has a part of every chunk. Zeros, which are not kept, fill the chunks.
     """
     count = rows[0].shape[0]
     size = max(1, CHUNK_BYTES // (4 * classes))
@@ -166,7 +166,7 @@ def _added(sums, gradients):
 
 def _reduced(loss, kept, shape, reduction, dtype):
     loss = loss.reshape(shape) if reduction is None else jnp.sum(loss)
-    return (loss / _count(kept) if reduction == "mean" else loss).astype(dtype)
+    return (loss / _count(kept).astype(loss.dtype) if reduction == "mean" else loss).astype(dtype)
 
 
 def _count(kept):
@@ -203,8 +203,9 @@ def _backward(dy, *saved, reduction, **options):
         dx, dw, db = _gradients(dy.reshape(labels.shape), rows, w, labels, b, kept, **options)
         return dx.reshape(x.shape), dw.astype(w.dtype), None, None if b is None else db.astype(b.dtype), None
     *gradients, count = saved
-    factor = dy.astype(wide(dy.dtype)) / (count if reduction == "mean" else 1)
-    dx, dw, db = (None if a is None else (a * factor).astype(a.dtype) for a in gradients)
+    factor = dy.astype(wide(dy.dtype))
+    factor = factor / count.astype(factor.dtype) if reduction == "mean" else factor
+    dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(a.dtype) for a in gradients)
     return dx, dw, None, db, None
 
 

@@ -52,7 +52,7 @@ def rows(x, labels, weights, biases, *, precision=None):
     """Return the losses, the logits, and the outputs of each hidden layer, with one row per example."""
     hidden = []
     for w, b in zip(weights, biases, strict=True):
-        z = jnp.matmul(x, w.T, precision=precision) + b
+        z = jnp.matmul(x, w.T, precision=precision) + b[None]
         x = jax.nn.relu(z)
         hidden.append(x)
     return losses(z, labels), z, tuple(hidden[:-1])
@@ -163,7 +163,7 @@ def _wide_rows_and_gradients(x_batch_last, labels, weights, biases):
 def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
     *gradients, dx = gradients
     weighed = _narrow([g * dy[:, None] for g in reversed(gradients)], sizes[1:])
-    return dx * dy, *_layer_gradients(weighed, _narrow((x_batch_last.T, *hidden), sizes[:-1]))
+    return dx * dy[None], *_layer_gradients(weighed, _narrow((x_batch_last.T, *hidden), sizes[:-1]))
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:

@@ -209,7 +209,7 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
     dstate, dc = formula.tick_backward(own, dnew, formula.zeros(own), formula.enter(leave(state, shape)), fires)
     first_channel = np.arange(automaton.channels) == 0
-    of_lanes = [(c[..., None] * first_channel).reshape(4, -1) for c in dc[0]]
+    of_lanes = [jnp.where(first_channel, c[..., None], 0).reshape(4, -1) for c in dc[0]]
     dc = [
         jnp.pad(c, [(0, 0), (0, layer.lanes - layer.count)])
         for c, layer in zip([*of_lanes, *dc[1]], sizes.layers, strict=True)
@@ -234,10 +234,10 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
     for i, (wires, layer) in enumerate(zip([*automaton.perception, *automaton.update], layers, strict=True)):
         reads, j = jnp.stack([wires.a, wires.b]), i - len(automaton.perception)
         if i == 0:  # the gate of a (kernel, channel) reads this channel at two of the nine positions
-            rows = (reads[:, :, None] * C + np.arange(C)).repeat(K, axis=1)
+            rows = (reads[:, :, None] * C + np.arange(C)[None, None]).repeat(K, axis=1)
         elif j < 0:
-            of_kernels = np.arange(K)[:, None] * C + np.arange(C)
-            rows = layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels
+            of_kernels = np.arange(K)[:, None] * C + np.arange(C)[None]
+            rows = layers[i - 1].first + reads[..., None, None] * (K * C) + of_kernels[None, None]
         else:
             rows = inputs[reads[:, automaton.orders[j][_GATES]]]
             inputs = layer.first + automaton.orders[j][_LANES]
@@ -291,7 +291,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
             gate, role = _consumers(perception[i + 1])
             first, lanes = rows.firsts[i + 1], sizes.layers[i + 1].lanes
             row = first + role[..., None, None] * lanes + gate[..., None, None] * (K * C)
-            row = row + np.arange(K)[:, None] * C + np.arange(C)
+            row = row + np.arange(K)[None, None, :, None] * C + np.arange(C)[None, None, None]
             table = jnp.where(gate[..., None, None] < 0, nobody, row).reshape(layer.max_consumers, -1)
         elif j == 0:
             perceived = of_update(0)[:, C:].reshape(-1, C, automaton.bits, K)
@@ -304,7 +304,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     # The gradients of perception's first layer are summed over the kernels. The gradient of a cell's input is a sum of
     # these sums, which have the axes (role, gate, channel). The center cell is also read by the first update layer.
     gate, role = _consumers(perception[0])
-    row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)
+    row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
@@ -323,6 +323,6 @@ def _consumers(wires: Wires) -> tuple[Array, Array]:
     `max_fan_out` consumers, the remaining gates are -1.
     """
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
-    turns = first + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
+    turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]
-    return jnp.where(turns < end, consumer // 2, -1), consumer % 2
+    return jnp.where(turns < end[None], consumer // 2, -1), consumer % 2

@@ -274,7 +274,8 @@ def _definition(parameters, wires, x, *, parametrization, groups):
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = upcast(x)
     functions = jnp.stack(gates.relaxed_gates(wide[..., wires.a], wide[..., wires.b]), axis=-1)
-    return _grouped(jnp.sum(jax.nn.softmax(upcast(parameters)) * functions, axis=-1).astype(x.dtype), groups)
+    weights = lax.broadcast_to_rank(jax.nn.softmax(upcast(parameters)), functions.ndim)
+    return _grouped(jnp.sum(weights * functions, axis=-1).astype(x.dtype), groups)
 
 
 def _definition_backward(dy, parameters, wires, x, **options):

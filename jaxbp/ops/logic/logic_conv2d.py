@@ -13,7 +13,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxbp.common import checks
@@ -134,7 +134,8 @@ def _definition(parameters, wires, x, *, parametrization, stride, padding, pool)
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
-    row, column = row + stride[0] * jnp.arange(rows)[:, None], column + stride[1] * jnp.arange(columns)
+    row = row + stride[0] * jnp.arange(rows)[None, None, :, None]
+    column = column + stride[1] * jnp.arange(columns)[None, None, None]
     values, first = wide[:, channel, row, column], 0  # (batch, kernels, leaves, rows, columns)
     while (count := values.shape[2] // 2) > 0:
         of_level = parameters[:, first : first + count, None, None]
@@ -147,8 +148,11 @@ def _definition(parameters, wires, x, *, parametrization, stride, padding, pool)
 
 def _gates(parameters, a, b, parametrization):
     if parametrization == "softmax":
-        return jnp.sum(jax.nn.softmax(upcast(parameters)) * jnp.stack(gates.relaxed_gates(a, b), axis=-1), axis=-1)
-    c0, c1, c2, c3 = jnp.moveaxis(COEFFICIENTS[parametrization].forward(parameters), -1, 0)
+        functions = jnp.stack(gates.relaxed_gates(a, b), axis=-1)
+        weights = lax.broadcast_to_rank(jax.nn.softmax(upcast(parameters)), functions.ndim)
+        return jnp.sum(weights * functions, axis=-1)
+    coefficients = COEFFICIENTS[parametrization].forward(parameters)
+    c0, c1, c2, c3 = jnp.moveaxis(lax.broadcast_to_rank(coefficients, a.ndim + 1), -1, 0)
     return c0 + c1 * a + (c2 + c3 * a) * b
 
 

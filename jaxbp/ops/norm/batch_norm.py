@@ -28,7 +28,7 @@ def _over(x):
 
 def _along(a, x):
     """Reshape a vector with one element per channel so that it broadcasts to x."""
-    return a.reshape(-1, *(1,) * (x.ndim - 2))
+    return a.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
 def _normalise(x, scale, bias, *, epsilon):

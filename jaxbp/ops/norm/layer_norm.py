@@ -69,8 +69,13 @@ def _normalised(x, offset, inv_std):
 
 
 def _scaled(normalised, scale, bias, dtype):
-    y = normalised * upcast(scale)
-    return (y if bias is None else y + upcast(bias)).astype(dtype)
+    y = normalised * _along_rows(scale, normalised)
+    return (y if bias is None else y + _along_rows(bias, normalised)).astype(dtype)
+
+
+def _along_rows(parameter, x):
+    """Return a vector with one element per column in float32 or wider, with as many axes as x."""
+    return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
 
 def normalise(x, scale, bias, *, eps, center):
@@ -97,7 +102,7 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
-    dx = input_gradient(dy * upcast(scale), normalised, inv_std, center=center).astype(x.dtype)
+    dx = input_gradient(dy * _along_rows(scale, dy), normalised, inv_std, center=center).astype(x.dtype)
     dscale, dbias = jnp.sum(rows(dy * normalised), axis=0), jnp.sum(rows(dy), axis=0) if center else None
     return dx, dscale, dbias, _scaled(normalised, scale, bias, x.dtype) if with_y else None
 

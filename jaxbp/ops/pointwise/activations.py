@@ -68,8 +68,11 @@ _LEAKY_RELU = Elementwise(
 )
 _PRELU = Elementwise(
     "prelu",
-    lambda x, alpha: jnp.where(x > 0, x, alpha * x),
-    lambda dy, x, alpha: (jnp.where(x > 0, dy, alpha * dy), jnp.where(x > 0, 0.0, dy * x)),
+    lambda x, alpha: jnp.where(x > 0, x, lax.broadcast_to_rank(alpha, x.ndim) * x),
+    lambda dy, x, alpha: (
+        jnp.where(x > 0, dy, lax.broadcast_to_rank(alpha, x.ndim) * dy),
+        jnp.where(x > 0, 0.0, dy * x),
+    ),
 )
 _ELU = Elementwise(
     "elu",

@@ -208,3 +208,54 @@ def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lan
     assert last.shape == (*shape, lanes)
     assert jnp.all(last[..., batch:] == 0)
     np.testing.assert_array_equal(batch_first(last, batch), x)
+
+
+# ---------------------------------------------------------------------------------------------------- skipped outputs
+
+
+def double_and_square(x, traced):
+    """Return 2x, and the pair (x², x³), by a kernel that can skip either."""
+
+    def body(x_ref, double_ref, powers, *, i):
+        traced.append((double_ref is not None, powers is not None))
+        if double_ref is not None:
+            double_ref[FIRST] = 2 * x_ref[FIRST]
+        if powers is not None:
+            powers[0][FIRST], powers[1][FIRST] = x_ref[FIRST] ** 2, x_ref[FIRST] ** 3
+
+    return launch(body, x, out=(x, [x, x]), grid={"i": 1}, name="powers", skippable=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("use", "written"),
+    [
+        (lambda double, powers: (double, powers), (True, True)),
+        (lambda double, powers: double, (True, False)),
+        (lambda double, powers: powers[1], (False, True)),
+    ],
+    ids=["both", "the first", "half of the second"],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, jax.vmap, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x[None])],
+    ids=["plain", "jit", "vmap", "checkpoint", "map"],
+)
+def test_a_compiled_program_skips_outputs_that_it_does_not_use(use, written, transform):
+    traced, x = [], jnp.arange(LANES, dtype=jnp.float32)
+    x = x[None] if transform is jax.vmap else x
+    found = jax.jit(lambda x: use(*transform(lambda x: double_and_square(x, traced))(x)))(x)
+    assert set(traced) == {written}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(use(2 * x, [x**2, x**3])), strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-6)
+
+
+def test_a_kernel_that_skips_outputs_lowers_for_cuda_without_them():
+    program = cuda_program(lambda x: double_and_square(x, [])[0], jnp.ones(LANES))
+    (call,) = [line for line in program.splitlines() if "mosaic_gpu" in line]
+    assert call.rstrip().endswith(f"-> tensor<{LANES}xf32>")
+
+
+def test_a_kernel_with_outputs_in_place_cannot_skip_others():
+    x = jnp.ones(LANES)
+    with pytest.raises(ValueError, match=r"^change: skippable is \[0\]; wants nothing, because outputs are in_place"):
+        launch(lambda *refs, i: None, x, out=(x,), grid={"i": 1}, name="change", in_place={0: 0}, skippable=[0])

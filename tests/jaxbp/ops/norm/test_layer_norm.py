@@ -23,7 +23,9 @@ import jaxbp
 from jaxbp import layer_norm, layer_norm_backward, rms_norm
 from jaxbp import rms_norm_backward as rms_backward
 from pallas_kernels.core.device import BLACKWELL_RTX, HOPPER, targeting
+from pallas_kernels.core.launch import launch
 from pallas_kernels.core.simulator import simulated
+from pallas_kernels.norm import layer_norm_streamed
 
 ALL = [(layer_norm, ((3, 5), (5,), (5,))), (rms_norm, ((3, 5), (5,)))]
 every_op = pytest.mark.parametrize(("op", "shapes"), ALL, ids=[op.__name__ for op, _ in ALL])
@@ -164,3 +166,76 @@ def test_on_a_gpu_with_less_shared_memory_none_takes_the_kernels_for_rows_that_f
 def test_a_backward_by_itself_runs_one_kernel_and_no_forward(backward, on_hopper):
     x, scale = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((7, 256), (256,)))
     assert cuda_program(backward, x, x, scale).count("@mosaic_gpu") == 1
+
+
+# -------------------------------------------------------------------------------------------------- frozen parameters
+
+
+def kernel_results(function, *arrays):
+    """Return the number of results of each kernel in the function lowered for CUDA."""
+    calls = [line for line in cuda_program(function, *arrays).splitlines() if "mosaic_gpu_v2" in line]
+    return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
+
+
+FROZEN = {
+    "grad": lambda f: jax.grad(f),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "scan": lambda f: jax.grad(lambda x, *p: jnp.sum(jax.lax.scan(lambda c, _: (c + f(c, *p), None), x, None, 2)[0])),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("how", FROZEN)
+@pytest.mark.parametrize("hidden", [256, 200])
+@every_op
+def test_with_frozen_parameters_the_backward_writes_no_partial_sums(op, shapes, hidden, how):
+    arrays = normal((4, hidden), *[(hidden,)] * (len(shapes) - 1))
+    total = lambda *arrays: jnp.sum(op(*arrays, implementation="pallas"))  # noqa: E731
+    *_, backward = kernel_results(FROZEN[how](total), *arrays)
+    assert backward == 1
+    *_, backward = kernel_results(jax.grad(total, tuple(range(len(arrays)))), *arrays)
+    assert backward > 1
+
+
+@pytest.mark.parametrize("backward", [layer_norm_backward, rms_backward])
+def test_a_backward_called_for_dx_alone_writes_no_partial_sums(backward):
+    x, scale = normal((4, 256), (256,))
+    assert kernel_results(lambda x, s: backward(x, x, s, implementation="pallas")[0], x, scale) == [1]
+
+
+def test_with_frozen_parameters_the_gradient_is_the_same():
+    x, scale, bias = normal((3, 200), (200,), (200,))
+    gradients = [
+        jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(layer_norm(*a, implementation="pallas"))), argnums))(x, scale, bias)
+        for argnums in (0, (0, 1, 2))
+    ]
+    np.testing.assert_array_equal(gradients[0], gradients[1][0])
+
+
+def test_under_checkpoint_the_first_forward_writes_no_statistics():
+    x, scale, bias = normal((4, 256), (256,), (256,))
+    layer = jax.checkpoint(lambda x: jnp.sin(layer_norm(x, scale, bias, implementation="pallas")))
+    assert kernel_results(jax.value_and_grad(lambda x: jnp.sum(layer(x))), x) == [1, 3, 1]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older simulators lack bulk copies")
+def test_the_streamed_kernels_without_sums_and_statistics_are_right_in_the_simulator(monkeypatch):
+    skipped = []
+
+    def skipping(*arrays, out, skippable, **options):
+        # The simulator does not remove unused outputs, so they are left out here.
+        (i,) = skippable
+        skipped.append(options["name"])
+        results = list(launch(*arrays, out=tuple(None if j == i else a for j, a in enumerate(out)), **options))
+        results[i] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out[i])
+        return tuple(results)
+
+    monkeypatch.setattr(layer_norm_streamed, "launch", skipping)
+    x, dy, scale, bias = normal((4, 256), (4, 256), (256,), (256,))
+    statistics = jnp.mean(x, axis=1) - x[:, 0], jax.lax.rsqrt(jnp.var(x, axis=1) + 1e-5)
+    with simulated():
+        y, *_ = layer_norm_streamed.normalise(x, scale, bias, eps=1e-5, center=True)
+        dx, *_ = layer_norm_streamed.gradients(dy, x, scale, None, *statistics, eps=1e-5, center=True)
+    assert skipped == ["layer_norm", "layer_norm_backward"]
+    assert_close(y, layer_norm(x, scale, bias, implementation="xla"), "float32")
+    assert_close(dx, layer_norm_backward(dy, x, scale, implementation="xla")[0], "float32")

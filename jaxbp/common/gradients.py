@@ -1,0 +1,128 @@
+"""Checks of the gradients that a backward returns."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """The path of an argument's leaf, and its shape and dtype. The latter are None if the leaf is not an array."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The structures, shapes, and dtypes of a function's arguments, as a key of a cache."""
+
+    leaves: tuple[_Leaf, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, arguments: tuple) -> "Kinds":
+        leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
+        return cls(tuple(_leaf(path[1:], a) for path, a in leaves), structure)
+
+    @property
+    def count(self) -> int:
+        """The number of arguments."""
+        return len(self.structure.children())
+
+    def checked(self, op: str, names: list[str], found: Any) -> tuple:
+        """Return `found`, the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
+
+        Raise TypeError or ValueError if their number, structures, shapes, or dtypes are wrong.
+        """
+        gradients, each = as_tuple(found), f"a gradient for each of {', '.join(names)}"
+        if isinstance(found, list):
+            raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
+        if len(gradients) != len(names):
+            raise ValueError(f"{op}_backward: returns {len(gradients)} gradients; wants {len(names)}, {each}")
+        for name, kinds, gradient in zip(names, self.structure.unflatten(self.leaves), gradients, strict=True):
+            _check(op, name, kinds, gradient)
+        return gradients
+
+
+def _leaf(path: tuple, a: Any) -> _Leaf:
+    is_array = hasattr(a, "dtype") and hasattr(a, "shape")
+    return _Leaf(jax.tree_util.keystr(path), *((a.shape, a.dtype) if is_array else (None, None)))
+
+
+def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
+    """Check the gradient with respect to one argument. None may stand for the gradient of any part of it."""
+    if kinds is None or gradient is None:
+        return
+    leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)
+    try:
+        parts = structure.flatten_up_to(kinds)
+    except ValueError:
+        parts = [()]
+    if not all(g is None or isinstance(kind, _Leaf) for g, kind in zip(leaves, parts, strict=True)):
+        has, wanted = (jax.tree.structure(tree) for tree in (gradient, kinds))
+        raise ValueError(f"{op}_backward: the gradient of {name} has structure {has}; wants {wanted}, that of {name}")
+    for g, kind in zip(leaves, parts, strict=True):
+        if g is not None and kind.dtype is not None:
+            _check_array(f"{op}_backward", f"{name}{kind.path}", kind, g)
+
+
+def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
+    dtype = jnp.result_type(gradient)
+    if not jnp.issubdtype(kind.dtype, jnp.inexact):
+        if dtype != jax.dtypes.float0:
+            raise TypeError(f"{op}: {name} has dtype {kind.dtype}, but a gradient of {dtype}; wants None")
+    elif jnp.shape(gradient) != kind.shape:
+        has = jnp.shape(gradient)
+        raise ValueError(f"{op}: the gradient of {name} has shape {has}; wants {kind.shape}, the shape of {name}")
+    elif dtype != kind.dtype:
+        raise TypeError(f"{op}: the gradient of {name} has dtype {dtype}; wants {kind.dtype}, the dtype of {name}")
+
+
+def of_floating(gradients: Any, arguments: tuple) -> Any:
+    """Return the gradients of the arguments that have a floating leaf, as a tuple, or alone if there is only one."""
+    pairs = zip(as_tuple(gradients), arguments, strict=True)
+    return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
+
+
+def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
+    """Return the gradients of a function with respect to its floating arguments, as `of_floating` does, by JAX's
+    autodiff. In an argument with several leaves, the gradient of a leaf that is not floating is None."""
+    leaves, structure = jax.tree.flatten(arguments)
+    floating = [i for i, a in enumerate(leaves) if _is_floating(a)]
+
+    def of_leaves(*values):
+        given = dict(zip(floating, values, strict=True))
+        return function(*structure.unflatten([given.get(i, a) for i, a in enumerate(leaves)]))
+
+    _, vjp = jax.vjp(of_leaves, *(leaves[i] for i in floating))
+    found = dict(zip(floating, vjp(dy), strict=True))
+    return of_floating(structure.unflatten([found.get(i) for i in range(len(leaves))]), arguments)
+
+
+def _is_floating(a: Any) -> bool:
+    return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def as_tuple(gradients: Any) -> tuple:
+    """Return the gradients as a tuple. A backward with one gradient may return it alone."""
+    return gradients if isinstance(gradients, tuple) else (gradients,)
+
+
+def _alone_or_tuple(gradients: tuple) -> Any:
+    return gradients if len(gradients) > 1 else gradients[0]
+
+
+def positional_names(function: Callable, count: int) -> list[str]:
+    """Return names for the first `count` positional arguments of a function. If its signature has fewer names, the
+    other arguments get numbers."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]

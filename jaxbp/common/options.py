@@ -1,0 +1,45 @@
+"""Caches of functions whose keys are the options of ops."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+REMEMBERED = 128
+"""The number of combinations of options that a cache remembers. For each remembered combination, it keeps the function
+with these options bound."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """Options as a key of a cache. Values of different types are different keys: True is not 1, and 2 is not 2.0."""
+
+    values: Mapping[str, Any]
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        return tuple((name, _typed(value)) for name, value in sorted(self.values.items()))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Options) and self.key == other.key
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_typed, value))
+    # Hexadecimal text distinguishes 0.0 from -0.0, and makes NaN equal to NaN.
+    return type(value), float(value).hex() if isinstance(value, float | np.floating) else value
+
+
+def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
+    """Return `build` with a cache of its recent results.
+
+    Options among its arguments are given as `Options`. JAX finds the cached trace of a function by the function's
+    identity. For equal options, the result must therefore be the same object.
+    """
+    return functools.lru_cache(REMEMBERED)(build)

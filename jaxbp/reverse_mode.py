@@ -1,0 +1,107 @@
+"""Derivatives of functions that have a hand-written backward: which modes they have, and what the others raise."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+# ------------------------------------------------------------------------------------------------ reverse mode only
+
+
+def reverse_mode_only(arrays: Any, op: str) -> Any:
+    """Return the arguments of a function with `jax.custom_vjp`. In forward mode, they raise an error that names the op.
+
+    JAX's error for such functions does not name the function. Reverse mode linearizes a function before it transposes
+    the linear function. Only forward mode evaluates the linear function, so the error is raised there.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
+
+
+_reverse_mode_only_p = Primitive("reverse_mode_only")
+_reverse_mode_only_p.multiple_results = True
+_reverse_mode_only_p.def_impl(lambda *arrays, op: list(arrays))
+_reverse_mode_only_p.def_abstract_eval(lambda *arrays, op: list(arrays))
+mlir.register_lowering(_reverse_mode_only_p, lambda context, *arrays, op: list(arrays))
+batching.primitive_batchers[_reverse_mode_only_p] = lambda arrays, axes, op: (
+    _reverse_mode_only_p.bind(*arrays, op=op),
+    axes,
+)
+
+
+def _linearized(arrays: Sequence[Any], tangents: Sequence[Any], op: str) -> tuple[Sequence[Any], list[Any]]:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    results = list(tangents)
+    for i, t in zip(moving, _tangents_p.bind(*(tangents[i] for i in moving), op=op), strict=True):
+        results[i] = t
+    return arrays, results
+
+
+ad.primitive_jvps[_reverse_mode_only_p] = _linearized
+
+
+def _refuse(*_, op: str, **__) -> None:
+    raise TypeError(f'{op}: has no forward mode, because it has a backward; use implementation="autodiff"')
+
+
+_tangents_p = Primitive("reverse_mode_only_tangents")
+_tangents_p.multiple_results = True
+_tangents_p.def_impl(_refuse)
+_tangents_p.def_abstract_eval(lambda *tangents, op: list(tangents))
+mlir.register_lowering(_tangents_p, _refuse)
+ad.primitive_jvps[_tangents_p] = _refuse
+batching.primitive_batchers[_tangents_p] = _refuse
+
+
+def _transposed(cotangents, *tangents, op):
+    return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
+
+
+ad.primitive_transposes[_tangents_p] = _transposed
+
+# --------------------------------------------------------------------------------------------------- linear functions
+
+
+def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
+    """Return `function(x)` for a linear function with a hand-written transpose.
+
+    It is differentiable in both modes and any number of times, and `jax.linear_transpose` works. The function's
+    gradient is `transposed(dy)`. `jax.custom_derivatives.linear_call` does the same, but does not work under `vmap`.
+    """
+    if not isinstance(x, jax.core.Tracer):
+        return function(x)
+    (result,) = _linear_call_p.bind(x, program=jax.make_jaxpr(function)(x), function=function, transposed=transposed)
+    return result
+
+
+_linear_call_p = Primitive("linear_call")
+_linear_call_p.multiple_results = True
+_linear_call_p.def_impl(lambda x, *, program, **_: jaxpr_as_fun(program)(x))
+_linear_call_p.def_abstract_eval(lambda x, *, program, **_: program.out_avals)
+mlir.register_lowering(
+    _linear_call_p, mlir.lower_fun(lambda x, *, program, **_: jaxpr_as_fun(program)(x), multiple_results=True)
+)
+
+
+def _jvp(primals, tangents, **parameters):
+    moved = lambda x: linear_call(parameters["function"], parameters["transposed"], x)  # noqa: E731
+    return _linear_call_p.bind(*primals, **parameters), [moved(*map(ad.instantiate_zeros, tangents))]
+
+
+def _transpose(cotangents, x, *, function, transposed, **_):
+    (dy,) = cotangents
+    return [ad.Zero(x.aval) if type(dy) is ad.Zero else linear_call(transposed, function, dy)]
+
+
+def _batched(arrays, axes, *, function, transposed, **_):
+    x = jnp.moveaxis(arrays[0], axes[0], 0)
+    return [linear_call(jax.vmap(function), jax.vmap(transposed), x)], [0]
+
+
+ad.primitive_jvps[_linear_call_p] = _jvp
+ad.primitive_transposes[_linear_call_p] = _transpose
+batching.primitive_batchers[_linear_call_p] = _batched

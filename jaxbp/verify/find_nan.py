@@ -1,0 +1,270 @@
+"""Find the first operation at which a value or a cotangent stops being finite.
+
+The program of a function's value and gradients is evaluated operation by operation. A result that is not finite is
+traced back to the operation that made it from finite inputs.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxbp
+import pallas_kernels
+from jaxbp import pairing, reverse_mode
+from jaxbp.pairing import IMPLEMENTATIONS
+from jaxbp.verify.arguments import name_of
+from jaxbp.verify.interpreter import JAX_FOLDER, bind, called, evaluate, scan_sizes
+
+_LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
+_HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
+"""The starts of the names of files whose lines are not shown."""
+_SHOWN = 8
+"""The most inputs of an operation that a report shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """The first operation at which a value or a cotangent stops being finite.
+
+    Attributes:
+      operation: the name of JAX's primitive, such as "log"; or "argument" if an argument is not finite.
+      op: the op of jaxbp that contains the operation, or "" if none does.
+      implementation: the op's implementation, "pallas", "xla", or "autodiff", or "" if there is no op.
+      cotangent: whether the operation belongs to the backward pass.
+      source: the line of the user's code, as "file:line".
+      inner_source: the line in jaxbp, as "file:line", or "" if the operation is not in jaxbp.
+      loops: the enclosing loops with their iterations, from the outermost inwards, such as `("scan, iteration 3",)`.
+      inputs: the inputs of the operation, as NumPy arrays.
+      results: the results of the operation.
+    """
+
+    operation: str
+    op: str
+    implementation: str
+    cotangent: bool
+    source: str
+    inner_source: str
+    loops: tuple[str, ...]
+    inputs: tuple[np.ndarray, ...]
+    results: tuple[np.ndarray, ...]
+
+    def __str__(self) -> str:
+        what = "cotangent" if self.cotangent else "value"
+        kinds = " and ".join(name for name in ("NaN", "inf") if any(_has(name, a) for a in self.results))
+        within = f" in {self.op}, implementation={self.implementation!r}" if self.op else ""
+        lines = [f"{self.operation}{within}: a {what} becomes {kinds}"]
+        lines += [f"  at {source}" for source in (self.source, self.inner_source) if source]
+        lines += [f"  in {loop}" for loop in self.loops]
+        for title, arrays in (("input", self.inputs), ("result", self.results)):
+            lines += [f"  {title} {i}: {_summary(a)}" for i, a in enumerate(arrays[:_SHOWN])]
+        return "\n".join(lines)
+
+
+def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite | None:
+    """Run a function and its gradients, and return the first operation at which a value or a cotangent stops being
+    finite.
+
+    The function may be any function that JAX traces and differentiates in reverse mode. Its floating results get
+    cotangents of ones, so the gradients are those of the sum of the results. The operations run one after the other,
+    also those in the bodies of `jax.jit`, `jax.checkpoint`, `custom_jvp`, `custom_vjp`, loops, and branches. A kernel
+    and a `shard_map` count as one operation. Operations that run alone may round differently from the compiled program.
+
+    A value that is not finite counts only if a result or a gradient depends on it, and is not finite either. An
+    infinite constant, such as the -inf of a mask, does not count, nor do infinite values that are made from it. A NaN
+    that is made from it does.
+
+    Args:
+      function: `function(*arguments, **options)`, whose results are a pytree of arrays.
+      arguments: pytrees of arrays. Gradients are taken with respect to their floating arrays.
+      options: other keyword arguments of the function, which are static.
+
+    Returns:
+      The operation with its source line and its inputs, or None if all results and gradients are finite. If an argument
+      is not finite, and a result or a gradient is not finite because of it, the argument is returned as the operation.
+
+    Raises:
+      TypeError: the function has a hand-written derivative that JAX cannot transpose.
+
+    Example:
+      >>> print(jaxbp.verify.find_nan(lambda x: jnp.sqrt(x).sum(), jnp.array([0.0, 1.0])))
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    leaves = list(map(jnp.asarray, leaves))
+    floating = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+    def value_and_gradients(*leaves):
+        def of_floating(*values):
+            given = dict(zip(floating, values, strict=True))
+            y = function(*structure.unflatten([given.get(i, a) for i, a in enumerate(leaves)]), **options)
+            return [a for a in jax.tree.leaves(y) if jnp.issubdtype(jnp.result_type(a), jnp.inexact)]
+
+        y, vjp = jax.vjp(of_floating, *(leaves[i] for i in floating))
+        return y, vjp(list(map(jnp.ones_like, y)))
+
+    program = jax.make_jaxpr(value_and_gradients)(*leaves)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
+    describe = functools.partial(_argument, name_of(function))
+    inputs = [_Value(a, None if _finite(a) else describe(name, a)) for name, a in zip(names, leaves, strict=True)]
+    results = _run(program, inputs, _Place())
+    return next((a.origin for a in results if not _finite(a.array) and a.origin is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """An array of the program.
+
+    Attributes:
+      origin: the operation that made the array not finite. It is None if the array is finite, or is infinite because of
+        a constant.
+      is_constant: whether the array depends on no argument.
+    """
+
+    array: Any
+    origin: NonFinite | None = None
+    is_constant: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a program runs: the names of its scopes, its loops, and the source lines of the enclosing operation."""
+
+    scope: str = ""
+    loops: tuple[str, ...] = ()
+    sources: tuple[str, str] = ("", "")
+
+    def inside(self, equation: Any, loop: str | None = None) -> "_Place":
+        sources = tuple(map(lambda new, old: new or old, _sources(equation), self.sources))
+        scope = f"{self.scope}/{equation.source_info.name_stack}"
+        return _Place(scope, self.loops if loop is None else (*self.loops, loop), sources)
+
+
+def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
+    """Return the results of a `Jaxpr` or `ClosedJaxpr`."""
+    rule = lambda equation, inputs: _run_equation(equation, inputs, place)  # noqa: E731
+    return evaluate(program, inputs, rule, lambda a: _Value(a, is_constant=True))
+
+
+def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
+    params, name = equation.params, equation.primitive.name
+    if (program := called(equation)) is not None:
+        return _run(program, inputs, place.inside(equation))
+    if name == "cond":
+        branch = params["branches"][int(np.clip(inputs[0].array, 0, len(params["branches"]) - 1))]
+        return _run(branch, inputs[1:], place.inside(equation))
+    arrays = [a.array for a in inputs]
+    results = bind(equation, arrays)
+    is_constant = all(a.is_constant for a in inputs)
+    if is_constant or all(map(_finite, results)):
+        return [_Value(a, is_constant=is_constant) for a in results]
+    # The compiled loop is not finite, so its iterations run one after the other.
+    origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
+    if not any(origins):
+        origins = [_origin(equation, inputs, results, place)] * len(results)
+    return [_Value(a, None if _finite(a) else origin) for a, origin in zip(results, origins, strict=True)]
+
+
+def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], place: _Place) -> NonFinite | None:
+    """Return the operation that made the results of an equation not finite. Return None if it is a constant."""
+    wrong = [a for a in inputs if not _finite(a.array)]
+    from_constant = wrong and not any(_has("NaN", a) for a in results)
+    origin = next((a.origin for a in wrong if a.origin is not None), None)
+    if origin is not None or from_constant:
+        return origin
+    return _operation(equation, [a.array for a in inputs], results, place.inside(equation))
+
+
+# ---------------------------------------------------------------------------------------------------------------- loops
+
+
+def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
+    """Run a scan, and return the operation that made each result not finite, or None."""
+    params = equation.params
+    consts, carry = scan_sizes(params)
+    fixed, state, xs = inputs[:consts], list(inputs[consts : consts + carry]), inputs[consts + carry :]
+    of_rows: list[NonFinite | None] = [None] * (len(equation.outvars) - carry)
+    for i in sorted(range(params["length"]), reverse=params["reverse"]):
+        row = [_Value(a.array[i], a.origin, a.is_constant) for a in xs]
+        results = _run(params["jaxpr"], [*fixed, *state, *row], place.inside(equation, f"scan, iteration {i}"))
+        state = results[:carry]
+        of_rows = [old or new.origin for old, new in zip(of_rows, results[carry:], strict=True)]
+    return [*(a.origin for a in state), *of_rows]
+
+
+def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
+    """Run a while loop, and return the operation that made each result not finite, or None."""
+    params = equation.params
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_condition, of_body, state = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
+    for i in itertools.count():
+        (condition,) = _run(params["cond_jaxpr"], [*of_condition, *state], place.inside(equation))
+        if not condition.array:
+            return [a.origin for a in state]
+        state = _run(params["body_jaxpr"], [*of_body, *state], place.inside(equation, f"while_loop, iteration {i}"))
+
+
+_LOOPS = {"scan": _run_scan, "while": _run_while}
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+def _argument(function: str, name: str, a: Any) -> NonFinite:
+    array = np.asarray(a)
+    return NonFinite("argument", "", "", False, f"{function}, argument {name}", "", (), (), (array,))
+
+
+def _operation(equation: Any, inputs: Sequence[Any], results: Sequence[Any], place: _Place) -> NonFinite:
+    op, implementation = _op_in(place.scope)
+    arrays = (tuple(np.asarray(a) for a in side) for side in (inputs, results))
+    name = equation.params["name"] if equation.primitive.name == "launch" else equation.primitive.name
+    return NonFinite(name, op, implementation, "transpose(" in place.scope, *place.sources, place.loops, *arrays)
+
+
+def _op_in(scope: str) -> tuple[str, str]:
+    """Return the op and the implementation in a name stack, such as `transpose(jvp(relu))/xla`. The outermost op
+    counts, because an op may be made of others."""
+    names = [name for name in re.split(r"[/()]+", scope) if name]
+    pairs = [(op, name) for op, name in itertools.pairwise(names) if name in IMPLEMENTATIONS]
+    return pairs[0] if pairs else ("", "")
+
+
+def _sources(equation: Any) -> tuple[str, str]:
+    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp, or "" if there is none."""
+    traceback = equation.source_info.traceback
+    frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
+    shown = [f for f in frames if not f.startswith(_HIDDEN)]
+    return tuple(next((f for f in shown if f.startswith(_LIBRARY) == inner), "") for inner in (False, True))
+
+
+def _finite(a: Any) -> bool:
+    return not any(_has(name, a) for name in ("NaN", "inf"))
+
+
+def _has(name: str, a: Any) -> bool:
+    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return bool(jnp.any(jnp.isnan(a) if name == "NaN" else jnp.isinf(a)))
+
+
+def _summary(a: np.ndarray) -> str:
+    kind = f"{a.dtype}{list(a.shape)}"
+    if a.size == 1:
+        return f"{kind} {a.item()}"
+    if not jnp.issubdtype(a.dtype, jnp.number):
+        return kind
+    wide = np.abs(a) if jnp.iscomplexobj(a) else a.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    parts = [f"{finite.min():.6g} to {finite.max():.6g}"] if finite.size else []
+    parts += [f"{count} {name}" for name in ("NaN", "inf") if (count := int(_COUNTS[name](wide).sum()))]
+    return f"{kind}, {', '.join(parts)}"
+
+
+_COUNTS = {"NaN": np.isnan, "inf": np.isinf}
