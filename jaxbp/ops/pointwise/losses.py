@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
-from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -63,17 +62,18 @@ def _x_times_log(x, log, at_zero):
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
 
-def _huber(predictions, targets, *, delta):
+def _huber(predictions, targets, delta):
     error = jnp.abs(predictions - targets)
     return jnp.where(error <= delta, 0.5 * error * error, delta * (error - 0.5 * delta))
 
 
-def _huber_gradients(dy, predictions, targets, *, delta):
+def _huber_gradients(dy, predictions, targets, delta):
     # The error is clipped by selecting one of three numbers. If it were a minimum of a maximum, the slope at a bound
     # would be a half instead of 1.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
-    return dpredictions, -dpredictions
+    size = jnp.abs(error)
+    return dpredictions, -dpredictions, dy * jnp.where(size <= delta, 0.0, size - delta)
 
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
@@ -103,7 +103,7 @@ def _sigmoid_binary_cross_entropy(logits, labels):
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
 _MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
-_HUBER = Elementwise("huber", _huber, _huber_gradients)
+_HUBER = WithNumber("huber", "delta", _huber, _huber_gradients)
 _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
@@ -147,24 +147,29 @@ _KL_DIVERGENCE = fused_pair(
 )
 
 
-def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss.
+def _loss(op, implementation, **arrays):
+    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss."""
+    return op(*_checked(op.name, **arrays).values(), implementation=implementation)
+
+
+def _checked(op, **arrays):
+    """Return the arrays by their names, after checking them.
 
     All arrays must have one floating dtype and one shape, except `dy`, which has the shape of the loss.
     """
-    values = dict(zip(arrays, checks.floating(op.name, **arrays), strict=True))
+    values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
         if a.shape != like.shape:
-            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
-    shape = () if op.name.startswith("mean_") else like.shape
-    if op.name.startswith("kl_divergence"):
+            raise ValueError(f"{op}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
+    shape = () if op.startswith("mean_") else like.shape
+    if op.startswith("kl_divergence"):
         if like.ndim == 0:
-            raise ValueError(f"{op.name}: {first} has shape (); wants (..., classes)")
+            raise ValueError(f"{op}: {first} has shape (); wants (..., classes)")
         shape = like.shape[:-1]
     if "dy" in values:
-        checks.shape(op.name, "dy", values["dy"], *shape)
-    return op(*values.values(), implementation=implementation, **options)
+        checks.shape(op, "dy", values["dy"], *shape)
+    return values
 
 
 def mean_squared_error(
@@ -207,31 +212,30 @@ def mean_absolute_error_backward(
 
 
 def huber(
-    predictions: AnyFloats, targets: AnyFloats, delta: float = 1.0, *, implementation: Implementation = None
+    predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
     """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
-    `e = predictions - targets` is the error.
+    `e = predictions - targets` is the error. delta is a number, or an array of shape (), which has a gradient.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a number of at least 0.
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
-    delta = checks.number("huber", "delta", delta, 0.0)
-    return _loss(_HUBER, implementation, dict(delta=delta), predictions=predictions, targets=targets)
+    return _HUBER.of(implementation, _checked("huber", predictions=predictions, targets=targets), delta, low=0.0)
 
 
 def huber_backward(
     dy: AnyFloats,
     predictions: AnyFloats,
     targets: AnyFloats,
-    delta: float = 1.0,
+    delta: Number = 1.0,
     *,
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`."""
-    delta = checks.number("huber_backward", "delta", delta, 0.0)
-    return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
+    arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
+    return _HUBER.backward_of(implementation, arrays.pop("dy"), arrays, delta, low=0.0)
 
 
 def binary_cross_entropy(

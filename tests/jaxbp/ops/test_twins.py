@@ -1,0 +1,329 @@
+"""Ops with the arguments of their twins in JAX, Optax, and Flax, and with values and gradients that agree with them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    assert_close,
+    cuda_program,
+    draw_cotangents,
+    every_implementation,
+    floats,
+    is_float,
+    normal,
+    of_floats,
+    on_the_cpu,
+    value_and_gradients,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxbp
+
+EXAMPLES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an op, and the same call of its twin.
+
+    Attributes:
+      ours: `ours(*arrays, implementation=)`.
+      twin: `twin(*arrays)`.
+      arrays: the arguments, whose first axis is the batch.
+      masked: which of the arrays the last array, a mask, selects from.
+      unsupported: why the kernel does not take the call, or None.
+    """
+
+    ours: Callable
+    twin: Callable
+    arrays: tuple
+    masked: tuple[int, ...] = ()
+    unsupported: str | None = None
+
+
+def drawn_mask(*shape):
+    """Draw a mask that includes something along every axis."""
+    return jnp.asarray(np.random.default_rng(7).random(shape) < 0.7).at[..., 0].set(True)
+
+
+X, Y = normal((EXAMPLES, 3, 4), (EXAMPLES, 3, 4), seed=3)
+X = jnp.argsort(X.ravel()).reshape(X.shape) / 24 - 2  # no numbers are so close that a finite difference swaps them
+WEIGHTS, CLASSES = jax.nn.softmax(Y), jnp.argmax(Y, axis=-1)
+ROWS, MASK = drawn_mask(3, EXAMPLES).T, drawn_mask(EXAMPLES, 3, 4) | (Y.max(-1, keepdims=True) == Y)
+POSITIVE = jnp.abs(X) + 0.5
+
+
+def cross_entropy(*arrays, implementation, **options):
+    return jaxbp.softmax_cross_entropy(*arrays, **options, implementation=implementation)
+
+
+integer_labels, float_labels = optax.softmax_cross_entropy_with_integer_labels, optax.softmax_cross_entropy
+PER_CLASS = "where with one boolean per class, only with one per example"
+
+
+def smoothed(logits, labels, where=None):
+    return float_labels(logits, optax.smooth_labels(labels, 0.1, where=where), where=where)
+
+
+CASES = {
+    "classes": Case(cross_entropy, integer_labels, (X, CLASSES)),
+    "classes, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: integer_labels(x, y, where=where),
+        (X, CLASSES, ROWS),
+        masked=(0, 1),
+    ),
+    "classes, where of logits": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: integer_labels(x, y, where=where),
+        (X, CLASSES, MASK),
+        masked=(0,),
+        unsupported=PER_CLASS,
+    ),
+    "classes, axis": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=1, **i), lambda x, y: integer_labels(x, y, axis=1), (X, Y.argmax(1))
+    ),
+    "classes, axes": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=(-1, 1), **i),
+        lambda x, y: integer_labels(x, y, axis=(-1, 1)),
+        (X, Y.reshape(EXAMPLES, -1).argmax(1)),
+    ),
+    "classes, label_smoothing": Case(
+        lambda x, y, **i: cross_entropy(x, y, label_smoothing=0.1, **i),
+        lambda x, y: smoothed(x, jax.nn.one_hot(y, 4)),
+        (X, CLASSES),
+        unsupported="label_smoothing",
+    ),
+    "weights, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: float_labels(x, y, where=where),
+        (X, WEIGHTS, ROWS),
+        masked=(0, 1),
+    ),
+    "weights, where of logits": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: float_labels(x, y, where=where),
+        (X, WEIGHTS, MASK),
+        masked=(0, 1),
+        unsupported=PER_CLASS,
+    ),
+    "weights, axes": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=(1, 2), **i),
+        lambda x, y: float_labels(x, y, axis=(1, 2)),
+        (X, WEIGHTS),
+    ),
+    "weights, label_smoothing, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, label_smoothing=0.1, where=where, **i),
+        smoothed,
+        (X, WEIGHTS, MASK),
+        masked=(0, 1),
+        unsupported="label_smoothing",
+    ),
+    "classes, z_loss": Case(
+        lambda x, y, **i: cross_entropy(x, y, z_loss=0.1, **i),
+        lambda x, y: integer_labels(x, y) + 0.1 * jax.nn.logsumexp(x, axis=-1) ** 2,
+        (X, CLASSES),
+        unsupported="z_loss",
+    ),
+    "weights, z_loss, label_smoothing": Case(
+        lambda x, y, **i: cross_entropy(x, y, z_loss=0.1, label_smoothing=0.1, **i),
+        lambda x, y: smoothed(x, y) + 0.1 * jax.nn.logsumexp(x, axis=-1) ** 2,
+        (X, WEIGHTS),
+        unsupported="label_smoothing",
+    ),
+    "leaky_relu": Case(jaxbp.leaky_relu, jax.nn.leaky_relu, (X, jnp.float32(0.3))),
+    "elu": Case(jaxbp.elu, jax.nn.elu, (X, jnp.float32(0.3))),
+    "huber": Case(jaxbp.huber, lambda x, y, delta: optax.huber_loss(x, y, delta=delta), (X, Y, jnp.float32(0.7))),
+}
+
+
+def softmaxes(name, axis):
+    ours, twin = getattr(jaxbp, name), getattr(jax.nn, name)
+    return Case(
+        lambda x, where, **i: ours(x, axis, where, **i), lambda x, where: twin(x, axis, where), (X, MASK), masked=(0,)
+    )
+
+
+def reductions(name, **options):
+    ours, twin = getattr(jaxbp, name), getattr(jax.nn if name == "logsumexp" else jnp, name)
+    return Case(
+        lambda x, where, **i: ours(x, where=where, **options, **i),
+        lambda x, where: twin(x, where=where, **options),
+        (X, MASK),
+        masked=(0,),
+        unsupported="where" if name == "var" else None,
+    )
+
+
+def numbers(name):
+    ours, twin = getattr(jaxbp, name), getattr(jnp, name)
+    return Case(
+        lambda x, **i: ours(2, ours(ours(x, 1.5, **i), 1, **i), **i),
+        lambda x: twin(2, twin(twin(x, 1.5), 1)),
+        (POSITIVE,),
+    )
+
+
+for _name in ("softmax", "log_softmax"):
+    CASES |= {f"{_name}, {axis}": softmaxes(_name, axis) for axis in (-1, (1, 2), None)}
+for _name, _options in {
+    "sum": {},
+    "mean": {},
+    "logsumexp": {},
+    "var": dict(ddof=1),
+    "max": dict(initial=0.2),
+    "min": dict(initial=-0.2),
+}.items():
+    CASES |= {f"{_name}, {axis}": reductions(_name, axis=axis, **_options) for axis in (2, None)}
+    CASES[f"{_name}, keepdims"] = reductions(_name, axis=(1, -1), keepdims=True, **_options)
+CASES |= {
+    f"{name}, numbers": numbers(name)
+    for name in ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
+}
+
+every_case = pytest.mark.parametrize("name", CASES)
+every_masked = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.masked])
+
+
+@functools.cache
+def cotangents(name):
+    return draw_cotangents(CASES[name].twin, CASES[name].arrays)
+
+
+@functools.cache
+def compiled(name, implementation):
+    case = CASES[name]
+    return value_and_gradients(functools.partial(case.ours, implementation=implementation))
+
+
+@functools.cache
+def twins_result(name):
+    return value_and_gradients(CASES[name].twin)(CASES[name].arrays, cotangents(name))
+
+
+def implementations(name):
+    return ["xla"] if CASES[name].unsupported else ["xla", "pallas"]
+
+
+@every_implementation
+@every_case
+def test_values_and_gradients_are_the_twins(name, implementation):
+    case = CASES[name]
+    if implementation == "pallas" and case.unsupported:
+        with pytest.raises(NotImplementedError, match=f"'pallas' does not take {case.unsupported}; 'xla'"):
+            case.ours(*case.arrays, implementation=implementation)
+        return
+    y, gradients = compiled(name, implementation)(case.arrays, cotangents(name))
+    twins_y, twins_gradients = twins_result(name)
+    assert [a.dtype for a in (*y, *gradients)] == [a.dtype for a in (*twins_y, *twins_gradients)]
+    np.testing.assert_array_equal(jnp.isinf(y[0]), jnp.isinf(twins_y[0]))  # the logarithms of excluded probabilities
+    for i in case.masked[: len(gradients)]:  # where Optax multiplies the logarithms by 0, its gradients are NaN
+        twins_gradients[i] = jnp.where(_included(case, twins_gradients[i]), twins_gradients[i], 0)
+    assert_close((_finite(y[0]), gradients), (_finite(twins_y[0]), twins_gradients), "float32")
+
+
+def _included(case, a):
+    """Return the mask of a case, for its argument `a`."""
+    *_, where = case.arrays
+    return where if a.ndim == where.ndim else where[..., None]
+
+
+def _finite(a):
+    return jnp.where(jnp.isinf(a), 0, a)
+
+
+@every_masked
+def test_excluded_entries_are_never_read(name):
+    case = CASES[name]
+    *arrays, where = case.arrays
+    for i in case.masked:
+        arrays[i] = jnp.where(_included(case, arrays[i]), arrays[i], jnp.nan if is_float(arrays[i]) else -100)
+    for implementation in ["autodiff", *implementations(name)]:
+        run = compiled(name, implementation)
+        found, expected = (run((*a, where), cotangents(name)) for a in (arrays, case.arrays[:-1]))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        for gradient in found[1]:
+            np.testing.assert_array_equal(jnp.where(_included(case, gradient), 0, gradient), 0)
+
+
+@every_case
+def test_under_vmap_each_result_is_the_same(name):
+    case = CASES[name]
+    stacked = jax.tree.map(lambda a: jnp.stack([a, jnp.roll(a, 1)]), (case.arrays, cotangents(name)))
+    for implementation in implementations(name):
+        run = compiled(name, implementation)
+        each = [run(*jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(2)]
+        expected = jax.tree.map(lambda *a: jnp.stack(a), *each)
+        jax.tree.map(_agree, jax.vmap(run)(*stacked), expected)
+
+
+def _agree(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_case
+def test_second_derivatives_match_finite_differences(name):
+    with jax.enable_x64(True):
+        case = CASES[name]
+        arrays = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64") if is_float(a) else a, case.arrays)
+        op = of_floats(functools.partial(case.ours, implementation="xla"), arrays)
+        function = jax.jit(lambda *values: list(map(_finite, op(*values))))
+        check_grads(function, floats(arrays), order=2, modes=("rev",))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_case
+def test_half_precisions_stay_and_match_float32(name, dtype):
+    case = CASES[name]
+    rounded = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) and a.ndim else a, case.arrays)
+    wide = jax.tree.map(lambda a: a.astype("float32") if is_float(a) else a, rounded)
+    for implementation in implementations(name):
+        run = compiled(name, implementation)
+        y, gradients = run(rounded, [c.astype(dtype) for c in cotangents(name)])
+        expected = run(wide, [c.astype(dtype).astype("float32") for c in cotangents(name)])
+        assert [a.dtype for a in (*y, *gradients)] == [dtype, *(a.dtype for a in floats(rounded))]
+        assert_close(*(jax.tree.map(_finite, tree) for tree in ((y, gradients), expected)), 2e-2)
+
+
+@pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@every_case
+def test_on_a_mesh_the_results_are_those_of_one_device(name, axes):
+    case = CASES[name]
+    mesh = jax.make_mesh((EXAMPLES,), ("examples",), axis_types=(axes,))
+
+    def place(a):
+        spec = P("examples") if a.ndim and len(a) == EXAMPLES else P()
+        return jax.device_put(a, NamedSharding(mesh, spec))
+
+    placed = jax.tree.map(place, (case.arrays, cotangents(name)))
+    for implementation in implementations(name):
+        expected = compiled(name, implementation)(case.arrays, cotangents(name))
+        with jax.set_mesh(mesh):
+            run = value_and_gradients(functools.partial(case.ours, implementation=implementation))
+            jax.tree.map(_agree, run(*placed), expected)
+
+
+def test_all_cases_can_be_exported_to_every_platform_at_once():
+    def run(arrays):
+        return {name: CASES[name].ours(*arrays[name], implementation="xla") for name in CASES}
+
+    arrays = {name: case.arrays for name, case in CASES.items()}
+    with on_the_cpu():
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
+        jax.tree.map(_agree, exported.call(arrays), run(arrays))
+
+
+def test_kernels_of_all_cases_lower_for_cuda_without_a_gpu():
+    for name, case in CASES.items():
+        if case.unsupported is None:
+            run = value_and_gradients(functools.partial(case.ours, implementation="pallas"))
+            assert "mosaic_gpu" in cuda_program(run, case.arrays, cotangents(name)), name
