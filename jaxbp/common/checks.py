@@ -59,6 +59,16 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
         raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
 
 
+def scale_and_bias(op: str, x: Array, size: tuple[int, ...], scale: Any, bias: Any = None) -> tuple[Array, Array]:
+    """Return scale and bias, after checking that they have x's dtype and the shape `size`. A scale that is None becomes
+    ones, and a bias zeros."""
+    given = {name: a for name, a in (("scale", scale), ("bias", bias)) if a is not None}
+    given = dict(zip(("x", *given), floating(op, x=x, **given), strict=True))
+    for name in given.keys() - {"x"}:
+        shape(op, name, given[name], *size)
+    return given.get("scale", jnp.ones(size, x.dtype)), given.get("bias", jnp.zeros(size, x.dtype))
+
+
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
     """Return a pair of ints, given one int or a pair for rows and columns."""
     both = (value, value) if is_int(value) else value
@@ -164,14 +174,21 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
     return tuple(sorted(int(a) % ndim for a in wanted))
 
 
-def number_or_array(op: str, name: str, value: Any, low: float = -math.inf) -> float | Array:
-    """Return `value`, after checking that it is a static number of at least `low`, or a real array of shape ().
+def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
+    """Return an axis, counted from the front."""
+    if not is_int(axis) or not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: {name} is {axis!r}; wants an int in [{-ndim}, {ndim})")
+    return int(axis) % ndim
+
+
+def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
+    """Return `value`, after checking that it is a static number in `[low, high]`, or a real array of shape ().
 
     The range of an array is not checked, because its value may be known only when the program runs. An integer array
     is converted to floats.
     """
     if not isinstance(value, Array | np.ndarray):
-        return number(op, name, value, low)
+        return number(op, name, value, low, high)
     is_integer = jnp.issubdtype(value.dtype, jnp.integer)
     if value.shape != () or not (is_integer or jnp.issubdtype(value.dtype, jnp.floating)):
         raise ValueError(f"{op}: {name} has dtype {value.dtype} and shape {value.shape}; wants a number")

@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -150,11 +151,13 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names. A Python number, or an array made from one in a transformation, gets the dtype
-    of the other argument."""
-    fixed = next((x for x in (x1, x2) if hasattr(x, "dtype") and not _adapts(x)), None)
-    adapt = lambda x: jnp.asarray(x, fixed.dtype) if fixed is not None and _adapts(x) else x  # noqa: E731
-    return {"x1": adapt(x1), "x2": adapt(x2)}
+    """Return x1 and x2 by their names. A Python number gets the dtype of the other argument. So does an array that a
+    transformation made from a Python number, if the other argument has a dtype of its own."""
+    arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
+    if not arrays:
+        return {"x1": x1, "x2": x2}
+    dtype = next((x.dtype for x in arrays if not _adapts(x)), arrays[0].dtype)
+    return {name: jnp.asarray(x, dtype) if _adapts(x) else x for name, x in (("x1", x1), ("x2", x2))}
 
 
 def _adapts(x):

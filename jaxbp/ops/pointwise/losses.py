@@ -94,11 +94,27 @@ def _log(x):
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
 
-def _sigmoid_binary_cross_entropy(logits, labels):
+def _sigmoid_binary_cross_entropy(logits, labels, pos_weight=1.0):
     def term(label, logits):
         return _x_times_log(label, jax.nn.log_sigmoid(logits), (label == 0) & (logits == -jnp.inf))
 
-    return -term(labels, logits) - term(1 - labels, -logits)
+    return -pos_weight * term(labels, logits) - term(1 - labels, -logits)
+
+
+def _weighted_gradients(log_sigmoid):
+    def gradients(dy, logits, labels, pos_weight):
+        x, y = logits, labels
+        log_p, log_not_p = log_sigmoid(x), log_sigmoid(-x)
+        dlogits = (1 - y) * jax.nn.sigmoid(x) - pos_weight * y * jax.nn.sigmoid(-x)
+        dpos_weight = jnp.where((y == 0) & (x == -jnp.inf), 0.0, y * log_p)
+        return dy * dlogits, dy * (log_not_p - pos_weight * log_p), -dy * dpos_weight
+
+    return gradients
+
+
+def _log_sigmoid_in_kernels(x):
+    """Return `ln σ(x)`, by operations that kernels support."""
+    return jnp.minimum(x, 0.0) - jnp.log(1 + jnp.exp(-jnp.abs(x)))
 
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
@@ -116,6 +132,12 @@ _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
     "sigmoid_binary_cross_entropy",
     _sigmoid_binary_cross_entropy,
     lambda dy, logits, labels: (dy * (jax.nn.sigmoid(logits) - labels), -dy * logits),
+)
+_WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
+    "sigmoid_binary_cross_entropy",
+    _sigmoid_binary_cross_entropy,
+    _weighted_gradients(jax.nn.log_sigmoid),
+    in_kernels=_weighted_gradients(_log_sigmoid_in_kernels),
 )
 
 
@@ -270,28 +292,64 @@ def binary_cross_entropy_backward(
 
 
 def sigmoid_binary_cross_entropy(
-    logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+    logits: AnyFloats,
+    labels: AnyFloats,
+    *,
+    pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
+    implementation: Implementation = None,
 ) -> Floats:
-    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
+    """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
 
     A correct infinite logit has a loss of 0.
 
     Args:
       logits: x.
-      labels: y, in [0, 1].
+      labels: y, in [0, 1]. Integers and booleans are converted to the dtype of the logits.
+      pos_weight: w, the weight of positive labels: a number, or an array in the dtype of the logits that broadcasts to
+        them, such as one weight per class. None is 1.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
-      TypeError, ValueError: as in `mean_squared_error`.
+      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if pos_weight does not broadcast to the
+        logits.
     """
-    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY, implementation, logits=logits, labels=labels)
+    arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
+    op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY
+    return op(*arrays, implementation=implementation)
 
 
 def sigmoid_binary_cross_entropy_backward(
-    dy: AnyFloats, logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+    dy: AnyFloats,
+    logits: AnyFloats,
+    labels: AnyFloats,
+    *,
+    pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
+    implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
-    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, logits=logits, labels=labels)
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
+    `dlabels = dy (ln σ(-x) - w ln σ(x))`. For w = 1, they are `dy (σ(x) - y)` and `-dy x`."""
+    op = "sigmoid_binary_cross_entropy_backward"
+    arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
+    vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
+    return vjp(*arrays, implementation=implementation)[:2]
+
+
+def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
+    """Return the checked arrays. The last one is pos_weight, unless it is None."""
+    if hasattr(labels, "dtype") and (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
+        (logits,) = checks.floating(op, logits=logits)
+        labels = jnp.asarray(labels, logits.dtype)
+    arrays = _checked(op, **dy, logits=logits, labels=labels)
+    logits = arrays["logits"]
+    if checks.is_number(pos_weight):
+        pos_weight = jnp.asarray(pos_weight, logits.dtype)
+    if pos_weight is None:
+        return tuple(arrays.values())
+    _, pos_weight = checks.floating(op, logits=logits, pos_weight=pos_weight)
+    if checks.broadcast(op, logits=logits, pos_weight=pos_weight) != logits.shape:
+        got = f"{op}: pos_weight has shape {pos_weight.shape}"
+        raise ValueError(f"{got}; wants a shape that broadcasts to the logits', {logits.shape}")
+    return *arrays.values(), pos_weight
 
 
 def kl_divergence(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import (
     assert_close,
     cuda_program,
@@ -55,7 +56,8 @@ def drawn_mask(*shape):
 
 
 X, Y = normal((EXAMPLES, 3, 4), (EXAMPLES, 3, 4), seed=3)
-X = jnp.argsort(X.ravel()).reshape(X.shape) / 24 - 2  # no numbers are so close that a finite difference swaps them
+# No two numbers are so close that a finite difference swaps them, and none is at a kink.
+X = (jnp.argsort(X.ravel()).reshape(X.shape).astype(jnp.float32) - 47.5) / 24
 WEIGHTS, CLASSES = jax.nn.softmax(Y), jnp.argmax(Y, axis=-1)
 ROWS, MASK = drawn_mask(3, EXAMPLES).T, drawn_mask(EXAMPLES, 3, 4) | (Y.max(-1, keepdims=True) == Y)
 POSITIVE = jnp.abs(X) + 0.5
@@ -139,9 +141,97 @@ CASES = {
         (X, WEIGHTS),
         unsupported="label_smoothing",
     ),
+    "sigmoid_binary_cross_entropy": Case(
+        jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, (Y > 0).astype(jnp.int32))
+    ),
+    "sigmoid_binary_cross_entropy, pos_weight": Case(
+        lambda x, y, w, **i: jaxbp.sigmoid_binary_cross_entropy(x, y, pos_weight=w, **i),
+        lambda x, y, w: -w * y * jax.nn.log_sigmoid(x) - (1 - y) * jax.nn.log_sigmoid(-x),
+        (X, WEIGHTS, POSITIVE[0, 0]),
+    ),
     "leaky_relu": Case(jaxbp.leaky_relu, jax.nn.leaky_relu, (X, jnp.float32(0.3))),
     "elu": Case(jaxbp.elu, jax.nn.elu, (X, jnp.float32(0.3))),
     "huber": Case(jaxbp.huber, lambda x, y, delta: optax.huber_loss(x, y, delta=delta), (X, Y, jnp.float32(0.7))),
+}
+
+IMAGES, CHANNELS_1, CHANNELS_2 = normal((EXAMPLES, 3, 6), (6,), (6,), seed=4)
+KEY = jax.random.key_data(jax.random.key(1))
+ROW_1, ROW_2 = normal((3, 4), (3, 4), seed=5)
+
+
+def flax(layer, x, scale, bias, **statistics):
+    """Return the result of a layer of Flax with these parameters, and its running averages if it has some."""
+    layer.scale[...] = scale
+    if bias is not None:
+        layer.bias[...] = bias
+    for name, value in statistics.items():
+        getattr(layer, name)[...] = value
+    return layer(x), *((layer.mean[...], layer.var[...]) if statistics else ())
+
+
+def flax_norm(layer, *options, **keywords):
+    def twin(x, scale, bias=None, **statistics):
+        made = layer(*options, **keywords, epsilon=1e-5, rngs=nnx.Rngs(0))
+        results = flax(made, x, scale, bias, **statistics)
+        return results if statistics else results[0]
+
+    return twin
+
+
+def batch_norms(**keywords):
+    ours = functools.partial(jaxbp.batch_norm, momentum=0.9, channel_axis=-1, **keywords)
+    keywords = dict(use_fast_variance=False) | keywords
+    twin = flax_norm(nnx.BatchNorm, 6, momentum=0.9, **keywords)
+    return Case(
+        lambda x, scale, bias, mean, var, **i: ours(x, scale, bias, (mean, var), **i),
+        lambda x, scale, bias, mean, var: twin(x, scale, bias, mean=mean, var=var),
+        (IMAGES, CHANNELS_1, CHANNELS_2, CHANNELS_2, CHANNELS_1**2 + 0.5),
+    )
+
+
+CASES |= {
+    "layer_norm, axes": Case(
+        lambda *a, **i: jaxbp.layer_norm(*a, axis=(-2, -1), **i),
+        lambda x, scale, bias: jax.nn.standardize(x, axis=(1, 2), epsilon=1e-5) * scale + bias,
+        (X, ROW_1, ROW_2),
+    ),
+    "layer_norm, None": Case(
+        jaxbp.layer_norm, nnx.LayerNorm(4, use_bias=False, use_scale=False, epsilon=1e-5, rngs=nnx.Rngs(0)), (X,)
+    ),
+    "layer_norm, no scale": Case(
+        lambda x, bias, **i: jaxbp.layer_norm(x, None, bias, **i),
+        lambda x, bias: jax.nn.standardize(x, epsilon=1e-5) + bias,
+        (X, ROW_1[0]),
+    ),
+    "rms_norm, axes": Case(
+        lambda *a, **i: jaxbp.rms_norm(*a, axis=(1, 2), **i),
+        lambda x, scale: jax.nn.standardize(x, axis=(1, 2), mean=0.0, epsilon=1e-5) * scale,
+        (X, ROW_1),
+    ),
+    "rms_norm, None": Case(jaxbp.rms_norm, nnx.RMSNorm(4, use_scale=False, epsilon=1e-5, rngs=nnx.Rngs(0)), (X,)),
+    "group_norm": Case(
+        lambda *a, **i: jaxbp.group_norm(*a, 2, epsilon=1e-5, channel_axis=-1, **i),
+        flax_norm(nnx.GroupNorm, 6, 2, use_fast_variance=False),
+        (IMAGES, CHANNELS_1, CHANNELS_2),
+    ),
+    "group_norm, None": Case(
+        lambda x, **i: jaxbp.group_norm(x, num_groups=3, channel_axis=2, **i),
+        nnx.GroupNorm(6, 3, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)),
+        (IMAGES,),
+    ),
+    "batch_norm": batch_norms(),
+    "batch_norm, use_fast_variance": batch_norms(use_fast_variance=True),
+    "batch_norm, use_running_average": batch_norms(use_running_average=True),
+    "dropout": Case(
+        lambda x, key, **i: jaxbp.dropout(x, key, jnp.float32(0.3), **i),
+        lambda x, key: nnx.Dropout(0.3)(x, rngs=key),
+        (X, KEY),
+    ),
+    "dropout, broadcast_dims": Case(
+        lambda x, key, **i: jaxbp.dropout(x, key, 0.5, (1,), **i),
+        lambda x, key: nnx.Dropout(0.5, broadcast_dims=(1,))(x, rngs=key),
+        (X, KEY),
+    ),
 }
 
 
@@ -275,7 +365,8 @@ def test_second_derivatives_match_finite_differences(name):
         case = CASES[name]
         arrays = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64") if is_float(a) else a, case.arrays)
         op = of_floats(functools.partial(case.ours, implementation="xla"), arrays)
-        function = jax.jit(lambda *values: list(map(_finite, op(*values))))
+        # The first result, because running averages have no gradient.
+        function = jax.jit(lambda *values: _finite(op(*values)[0]))
         check_grads(function, floats(arrays), order=2, modes=("rev",))
 
 
@@ -289,7 +380,7 @@ def test_half_precisions_stay_and_match_float32(name, dtype):
         run = compiled(name, implementation)
         y, gradients = run(rounded, [c.astype(dtype) for c in cotangents(name)])
         expected = run(wide, [c.astype(dtype).astype("float32") for c in cotangents(name)])
-        assert [a.dtype for a in (*y, *gradients)] == [dtype, *(a.dtype for a in floats(rounded))]
+        assert [a.dtype for a in (*y, *gradients)] == [*[dtype] * len(y), *(a.dtype for a in floats(rounded))]
         assert_close(*(jax.tree.map(_finite, tree) for tree in ((y, gradients), expected)), 2e-2)
 
 
@@ -327,3 +418,24 @@ def test_kernels_of_all_cases_lower_for_cuda_without_a_gpu():
         if case.unsupported is None:
             run = value_and_gradients(functools.partial(case.ours, implementation="pallas"))
             assert "mosaic_gpu" in cuda_program(run, case.arrays, cotangents(name)), name
+
+
+@pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
+@pytest.mark.parametrize("fast", [False, True])
+def test_batch_norm_over_devices_has_the_statistics_of_all_examples(fast):
+    mesh, arrays = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,)), (IMAGES, CHANNELS_1, CHANNELS_2)
+    options = dict(channel_axis=-1, implementation="xla", use_fast_variance=fast)
+
+    def on_each(x, scale, bias):
+        y, *running = jaxbp.batch_norm(x, scale, bias, (CHANNELS_1, CHANNELS_2), axis_name="i", **options)
+        return y, *running
+
+    sharded = jax.shard_map(on_each, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P(), P()))
+    whole = functools.partial(jaxbp.batch_norm, running=(CHANNELS_1, CHANNELS_2), **options)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(function, *arrays):
+        results = function(*arrays)
+        return results, jax.grad(lambda *arrays: jnp.sum(jnp.sin(function(*arrays)[0])), (0, 1, 2))(*arrays)
+
+    assert_close(both(sharded, *arrays), both(whole, *arrays), 1e-4 if fast else "float32")
