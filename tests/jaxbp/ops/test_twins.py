@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,7 +163,7 @@ KEY = jax.random.key_data(jax.random.key(1))
 ROW_1, ROW_2 = normal((3, 4), (3, 4), seed=5)
 
 
-def flax(layer, x, scale, bias, **statistics):
+def flax_layer(layer, x, scale, bias, **statistics):
     """Return the result of a layer of Flax with these parameters, and its running averages if it has some."""
     layer.scale[...] = scale
     if bias is not None:
@@ -172,7 +176,7 @@ def flax(layer, x, scale, bias, **statistics):
 def flax_norm(layer, *options, **keywords):
     def twin(x, scale, bias=None, **statistics):
         made = layer(*options, **keywords, epsilon=1e-5, rngs=nnx.Rngs(0))
-        results = flax(made, x, scale, bias, **statistics)
+        results = flax_layer(made, x, scale, bias, **statistics)
         return results if statistics else results[0]
 
     return twin
@@ -344,6 +348,32 @@ def test_excluded_entries_are_never_read(name):
             np.testing.assert_array_equal(jnp.where(_included(case, gradient), 0, gradient), 0)
 
 
+NOTHING = {"sum": 0, "mean": np.nan, "var": np.nan, "max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
+NOTHING |= {"softmax": 0, "log_softmax": -np.inf}
+
+
+@every_implementation
+@pytest.mark.parametrize("name", NOTHING)
+def test_if_everything_is_excluded_the_gradient_is_0(name, implementation):
+    if (name, implementation) == ("var", "pallas"):
+        return  # the kernel does not take `where`
+    x, where = jnp.array([[1.0, jnp.nan, 2.0], [3.0, 4.0, 5.0]]), jnp.array([[False], [True]])
+    y, vjp = jax.vjp(lambda x: getattr(jaxbp, name)(x, -1, where=where, implementation=implementation), x)
+    np.testing.assert_array_equal(y[0], jnp.broadcast_to(NOTHING[name], y[0].shape))
+    np.testing.assert_array_equal(vjp(jnp.ones_like(y))[0][0], np.zeros(3))
+    backward = getattr(jaxbp, f"{name}_backward")
+    np.testing.assert_array_equal(backward(jnp.ones_like(y), x, -1, where=where, implementation=implementation)[0], 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_a_label_whose_class_is_excluded_is_no_label(implementation):
+    logits, labels, where = jnp.ones((2, 3)), jnp.array([0, 1]), jnp.array([[False, True, True]])
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, where=where, implementation=implementation), logits)
+    np.testing.assert_allclose(loss, [np.nan, np.log(2)], rtol=1e-6)
+    np.testing.assert_array_equal(jnp.isnan(vjp(jnp.ones(2))[0]).any(-1), [True, False])
+    np.testing.assert_array_equal(vjp(jnp.array([0.0, 1.0]))[0][0], 0)
+
+
 @every_case
 def test_under_vmap_each_result_is_the_same(name):
     case = CASES[name]
@@ -439,3 +469,58 @@ def test_batch_norm_over_devices_has_the_statistics_of_all_examples(fast):
         return results, jax.grad(lambda *arrays: jnp.sum(jnp.sin(function(*arrays)[0])), (0, 1, 2))(*arrays)
 
     assert_close(both(sharded, *arrays), both(whole, *arrays), 1e-4 if fast else "float32")
+
+
+# ------------------------------------------------------------------------------------------------ the table of the book
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "twins.md"
+
+
+def _rows():
+    """Yield the op, the twin, and the arguments of each row in the tables of the book."""
+    for op, twin, arguments in re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \| ([^|]*)\|", PAGE.read_text(), re.M):
+        yield op, twin, re.findall(r"`(\w+)`", arguments)
+
+
+def _same():
+    """Return the ops that have the arguments of their twins, according to the book."""
+    (sentence,) = re.findall(r"^([^|.]*) have the arguments of their twins\.", PAGE.read_text(), re.M)
+    return re.findall(r"`(\w+)`", sentence)
+
+
+def _named(path):
+    root, *names = path.split(".")
+    return functools.reduce(getattr, names, {"jax": jax, "optax": optax, "flax": flax}[root])
+
+
+TWINS = {op: twin for op, twin, _ in _rows()}
+
+
+@pytest.mark.parametrize("op", TWINS)
+def test_the_book_lists_every_difference_between_the_arguments(op):
+    ours, twin = functools.reduce(getattr, op.split("."), jaxbp), _named(TWINS[op])
+    is_layer = inspect.isclass(twin)
+    our_defaults, defaults = (
+        {name: p.default for name, p in inspect.signature(f).parameters.items()}
+        for f in (ours, twin.__init__ if is_layer else twin)
+    )
+    our_defaults.pop("implementation", None)
+    different = {name for name in our_defaults.keys() & defaults.keys() if our_defaults[name] != defaults[name]}
+    listed = {name for row, _, arguments in _rows() if row == op for name in arguments}
+    if not is_layer:
+        assert listed == different | (our_defaults.keys() ^ defaults.keys())
+        return
+    # A layer also has arguments for its parameters, and an op has arguments for the arrays of a layer.
+    assert listed >= different - {"scale", "bias"}
+    assert listed <= our_defaults.keys() | defaults.keys()
+    assert our_defaults.keys() - defaults.keys() - {"x", "scale", "bias"} <= listed
+
+
+def test_ops_without_a_difference_have_the_signatures_of_their_twins():
+    for name in _same():
+        ours, twin = getattr(jaxbp, name), getattr(jax.nn if hasattr(jax.nn, name) else jnp, name)
+        *parameters, implementation = inspect.signature(ours).parameters.values()
+        assert implementation.name == "implementation"
+        wanted = inspect.signature(twin).parameters.values()
+        assert [(p.name, p.default) for p in parameters] == [(p.name, p.default) for p in wanted], name
