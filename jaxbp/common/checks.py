@@ -64,8 +64,9 @@ def scale_and_bias(op: str, x: Array, size: tuple[int, ...], scale: Any, bias: A
     ones, and a bias zeros."""
     given = {name: a for name, a in (("scale", scale), ("bias", bias)) if a is not None}
     given = dict(zip(("x", *given), floating(op, x=x, **given), strict=True))
-    for name in given.keys() - {"x"}:
-        shape(op, name, given[name], *size)
+    for name, a in given.items():
+        if name != "x":
+            shape(op, name, a, *size)
     return given.get("scale", jnp.ones(size, x.dtype)), given.get("bias", jnp.zeros(size, x.dtype))
 
 

@@ -284,7 +284,8 @@ def softmax_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k (Σ_j y_j + 2 z_loss logsumexp(logits)) - y_k)`.
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`. The z-loss adds `2 dy z_loss logsumexp(logits)
+    softmax(logits)_k`.
 
     Args:
       dy: gradient with respect to each loss.

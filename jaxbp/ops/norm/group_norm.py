@@ -7,6 +7,8 @@ With `x̂ = (x - mean) / √(var + epsilon)` and `t = dy scale`, where means are
 with sums over the examples and the spatial axes.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -58,7 +60,7 @@ def _formula(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
 
 
 def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
-    arrays, count = (dy, x, scale, mean, rest, inv_std), x[0].size // x.shape[axis]
+    arrays, count = (dy, x, scale, mean, rest, inv_std), math.prod(x.shape[1:]) // x.shape[axis]
     means = (a / count for a in sum_over(_terms, *arrays, axes=_over(x, axis)))
     sums = sum_over(_parameter_terms, *arrays, axes=_summed(x, axis))
     return tuple(a.astype(x.dtype) for a in (elementwise(_combine, *arrays, *means), *sums))

@@ -211,8 +211,8 @@ SHAPES = {
     ),
     "weights of positive labels": (
         lambda: jaxbp.sigmoid_binary_cross_entropy(zeros(2, 3), zeros(2, 3), pos_weight=zeros(2)),
-        "sigmoid_binary_cross_entropy: logits (2, 3) and pos_weight (2,) do not broadcast; wants sizes that are equal or "
-        "1, from the right",
+        "sigmoid_binary_cross_entropy: logits (2, 3) and pos_weight (2,) do not broadcast; wants sizes that are equal "
+        "or 1, from the right",
     ),
     "scale of a row of two axes": (
         lambda: jaxbp.layer_norm(zeros(2, 3, 4), zeros(4), axis=(1, 2)),
