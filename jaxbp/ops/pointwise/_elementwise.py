@@ -91,17 +91,19 @@ class WithNumber:
     Args:
       number: the name of the number.
       forward: `forward(*arrays, number)`, in jnp.
-      gradients: `gradients(dy, *arrays, number)`, which returns a tuple with one gradient per array, and the gradient
-        with respect to the number.
+      gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
+      number_gradient: the same for the gradient with respect to the number, which is summed over all elements.
     """
 
-    def __init__(self, name: str, number: str, forward: Callable, gradients: Callable):
+    def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
         self.number = number
-        self.of_array = Elementwise(name, forward, gradients)
+        self.of_array = Elementwise(
+            name, forward, lambda dy, *arrays: (*gradient(dy, *arrays), number_gradient(dy, *arrays))
+        )
         self.static = Elementwise(
             name,
             lambda *arrays, **options: forward(*arrays, options[number]),
-            lambda dy, *arrays, **options: gradients(dy, *arrays, options[number])[:-1],
+            lambda dy, *arrays, **options: gradient(dy, *arrays, options[number]),
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], value: Any, low: float = -math.inf) -> Array:

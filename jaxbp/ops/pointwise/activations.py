@@ -67,18 +67,27 @@ def _leaky_relu(x, slope):
     return jnp.where(x > 0, x, slope * x)
 
 
-def _leaky_relu_gradients(dy, x, slope):
-    return jnp.where(x > 0, dy, slope * dy), jnp.where(x > 0, 0.0, dy * x)
+def _leaky_relu_gradient(dy, x, slope):
+    return (jnp.where(x > 0, dy, slope * dy),)
 
 
-def _elu_gradients(dy, x, alpha):
-    e = jnp.exp(jnp.where(x > 0, 0.0, x))
-    return dy * jnp.where(x > 0, 1.0, alpha * e), dy * jnp.where(x > 0, 0.0, e - 1)
+def _slope_gradient(dy, x, slope):
+    return jnp.where(x > 0, 0.0, dy * x)
 
 
-_LEAKY_RELU = WithNumber("leaky_relu", "negative_slope", _leaky_relu, _leaky_relu_gradients)
-_PRELU = Elementwise("prelu", _leaky_relu, _leaky_relu_gradients)
-_ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradients)
+def _elu_gradient(dy, x, alpha):
+    return (dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),)
+
+
+def _alpha_gradient(dy, x, alpha):
+    return dy * jnp.where(x > 0, 0.0, jnp.exp(jnp.where(x > 0, 0.0, x)) - 1)
+
+
+_LEAKY_RELU = WithNumber("leaky_relu", "negative_slope", _leaky_relu, _leaky_relu_gradient, _slope_gradient)
+_PRELU = Elementwise(
+    "prelu", _leaky_relu, lambda dy, *arrays: (*_leaky_relu_gradient(dy, *arrays), _slope_gradient(dy, *arrays))
+)
+_ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0

@@ -22,6 +22,8 @@ def _keep(key, shape, rate, broadcast_dims):
 
 def _scale(rate):
     # A rate of 1 drops every element. The condition then avoids a division by 0.
+    if isinstance(rate, float):
+        return 1 / (1 - rate) if rate < 1 else 0.0
     kept = 1 - lax.stop_gradient(rate)
     return jnp.where(kept > 0, 1 / jnp.where(kept > 0, kept, 1.0), 0.0)
 
@@ -39,8 +41,9 @@ def _gradient(dy, key, rate_array, **options):
 def _gradient_kernel(dy, key, rate_array, *, rate, broadcast_dims):
     rate = rate if rate_array is None else rate_array
     keep = _keep(key, dy.shape, rate, broadcast_dims).astype(jnp.int8)
-    scale = jnp.asarray(_scale(rate), jnp.float32)
-    dx = elementwise(lambda dy, keep, scale: jnp.where(keep != 0, dy * scale, 0.0), dy, keep, scale)
+    scale = _scale(rate)
+    array = () if rate_array is None else (scale.astype(jnp.float32),)
+    dx = elementwise(lambda dy, keep, scale=scale: jnp.where(keep != 0, dy * scale, 0.0), dy, keep, *array)
     return dx, None, _no_gradient(rate_array)
 
 

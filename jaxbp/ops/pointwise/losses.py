@@ -72,8 +72,12 @@ def _huber_gradients(dy, predictions, targets, delta):
     # would be a half instead of 1.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
-    size = jnp.abs(error)
-    return dpredictions, -dpredictions, dy * jnp.where(size <= delta, 0.0, size - delta)
+    return dpredictions, -dpredictions
+
+
+def _delta_gradient(dy, predictions, targets, delta):
+    error = jnp.abs(predictions - targets)
+    return dy * jnp.where(error <= delta, 0.0, error - delta)
 
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
@@ -119,7 +123,7 @@ def _log_sigmoid_in_kernels(x):
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
 _MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
-_HUBER = WithNumber("huber", "delta", _huber, _huber_gradients)
+_HUBER = WithNumber("huber", "delta", _huber, _huber_gradients, _delta_gradient)
 _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
