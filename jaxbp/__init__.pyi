@@ -72,6 +72,8 @@ from .ops.logic.logic_conv2d import logic_conv2d_or_pool2d_with_indices as logic
 from .ops.logic.logic_conv2d import logic_or_pool2d as logic_or_pool2d
 from .ops.norm.batch_norm import batch_norm as batch_norm
 from .ops.norm.batch_norm import batch_norm_backward as batch_norm_backward
+from .ops.norm.group_norm import group_norm as group_norm
+from .ops.norm.group_norm import group_norm_backward as group_norm_backward
 from .ops.norm.layer_norm import layer_norm as layer_norm
 from .ops.norm.layer_norm import layer_norm_backward as layer_norm_backward
 from .ops.norm.layer_norm import rms_norm as rms_norm

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 
 from jaxbp import barriers
+from jaxbp.common import checks
 from jaxbp.mapped_axis import mapped_axis_first
 from jaxbp.pairing import differentiable
 
@@ -310,10 +311,11 @@ def checkpointed_scan(
     init: Any,
     xs: Any = None,
     length: int | None = None,
+    reverse: bool = False,
     *,
     memory: Memory = "logarithmic",
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan(f, init, xs, length)`, with gradients that need less memory.
+    """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
 
     The values are the same as from `jax.lax.scan`. Under `jax.grad` or `jax.vjp`, the policy `memory` decides what is
     kept for the gradient, and the rest is recomputed. For T steps with a carry of c bytes, this is
@@ -327,7 +329,8 @@ def checkpointed_scan(
 
     Args:
       f: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. It may close over arrays, which have gradients, too.
-      init, xs, length: as for `jax.lax.scan`.
+      init, xs, length, reverse: as for `jax.lax.scan`. If `reverse` is true, the steps go from the last row of xs to
+        the first.
 
     Returns:
       (carry, ys).
@@ -348,38 +351,42 @@ def checkpointed_scan(
     steps = check_steps(op, "length", sizes.pop())
     init, xs = jax.tree.map(jnp.asarray, (init, xs))
     if memory == "all" or steps == 0:
-        return lax.scan(f, init, xs, steps)
+        return lax.scan(f, init, xs, steps, reverse)
     f, constants = jax.closure_convert(f, init, _at(xs, 0))
-    return _checkpointed(f, steps, memory)(constants, init, xs)
+    return _checkpointed(f, steps, checks.boolean(op, "reverse", reverse), memory)(constants, init, xs)
 
 
-def _checkpointed(f, steps, memory):
+def _checkpointed(f, steps, reverse, memory):
     """Return the scan as a function of (closed-over constants, carry, xs). Its gradient keeps and recomputes states as
     the policy `memory` says."""
 
     def scan(constants, init, xs):
-        return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps)
+        return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps, reverse)
+
+    def row(t):
+        """Return the row of xs and ys that step t reads and writes."""
+        return steps - 1 - t if reverse else t
 
     def save(constants, init, xs):
         ys = jax.eval_shape(lambda: scan(constants, init, xs))[1]
         state = init, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), ys)
 
         def step(state, t):
-            carry, y = f(state[0], _at(xs, t), *constants)
-            return carry, _put(state[1], t, y)
+            carry, y = f(state[0], _at(xs, row(t)), *constants)
+            return carry, _put(state[1], row(t), y)
 
         results, kept = advance(step, state, steps, memory, keep=lambda state: state[0])
         return mapped_axis_first(results, (kept, constants, init, xs))
 
     def by_policy(dcarry, dys, kept, constants, init, xs):
         def step(carry, t):
-            return f(carry, _at(xs, t), *constants)[0]
+            return f(carry, _at(xs, row(t)), *constants)[0]
 
         def step_backward(gradients, carry, t):
             dcarry, dxs, dconstants = gradients
-            pullback = _vjp(lambda c, x, constants: f(c, x, *constants), carry, _at(xs, t), constants)
-            dcarry, dx, dconstant = pullback((dcarry, _at(dys, t)))
-            return dcarry, _put(dxs, t, dx), jax.tree.map(jnp.add, dconstants, dconstant)
+            pullback = _vjp(lambda c, x, constants: f(c, x, *constants), carry, _at(xs, row(t)), constants)
+            dcarry, dx, dconstant = pullback((dcarry, _at(dys, row(t))))
+            return dcarry, _put(dxs, row(t), dx), jax.tree.map(jnp.add, dconstants, dconstant)
 
         zeros = jax.tree.map(jnp.zeros_like, (_floating(xs), constants))
         return reverse_scan(step, step_backward, kept, (dcarry, *zeros), steps, memory)

@@ -18,7 +18,7 @@ arrays or carry them through `jax.lax.scan`, because otherwise XLA copies them f
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Bool, PyTree
 
+from jaxbp.common.checks import Number
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, differentiable
 from jaxbp.precision import where_finite
 from jaxbp.sharding import mesh_of
@@ -81,12 +82,13 @@ def apply(
 
 def fused_adamw(
     learning_rate: "optax.ScalarOrSchedule",
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    clip: float | None = None,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
     *,
+    weight_decay: Number = 1e-4,
+    mask: PyTree[bool] | Callable[[PyTree], PyTree[bool]] | None = None,
+    clip: Number | None = None,
     implementation: Implementation = None,
 ) -> FusedOptimizer:
     """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch.
@@ -95,13 +97,19 @@ def fused_adamw(
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
     Here p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
-    counted from 1. Without weight decay, this is Adam, and the state is the state of `optax.adam`.
+    counted from 1. With `weight_decay=0` and no mask, this is Adam, and the state is the state of `optax.adam`.
+
+    Each number may also be an array of shape (), as `optax.inject_hyperparams` passes it. A mask needs its
+    `static_args="mask"`, as in Optax. `optax.inject_hyperparams` has no `apply`, so it updates by Optax.
 
     Args:
       learning_rate: a number, an array of shape (), or an Optax schedule, which is a function of the step count.
       b1, b2: the fractions of m and of v that a step keeps.
       eps: added to the denominator.
       weight_decay: the fraction of the parameters that a step subtracts, times the learning rate.
+      mask: which parameters decay: a pytree of booleans with the structure of the parameters or a prefix of it, a
+        function that returns one for the parameters, or None for all. The kernel takes one launch per dtype for the
+        parameters that decay, and one for the others.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster one. The kernel
         supports parameters of any shape in float32, bfloat16, or float16, and computes in float32. In JAX before
@@ -116,20 +124,17 @@ def fused_adamw(
     Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and F.
     Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
+    _require("learning_rate", learning_rate, lambda _: True, "a number or a schedule")
     _require("b1", b1, lambda b: 0 <= b < 1, "a number from 0 to below 1")
     _require("b2", b2, lambda b: 0 <= b < 1, "a number from 0 to below 1")
     _require("eps", eps, lambda e: e >= 0, "a number of at least 0")
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
+    values = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip=clip)
     # An array may be traced, so it is passed as an argument instead of being stored in the compiled function.
-    is_array = not callable(learning_rate) and not isinstance(learning_rate, numbers.Real)
-    if is_array and not isinstance(learning_rate, Array | np.ndarray):
-        raise TypeError(f"{_NAME}: learning_rate is {learning_rate!r}; wants a number or a schedule")
-    if is_array and jnp.shape(learning_rate) != ():
-        raise ValueError(f"{_NAME}: learning_rate has shape {jnp.shape(learning_rate)}; wants a number or a schedule")
-
-    adamw = _AdamW(None if is_array else learning_rate, b1, b2, eps, weight_decay, clip)
-    chain, plain = adamw.chain(learning_rate), adamw.plain
+    arrays = {name: jnp.asarray(value) for name, value in values.items() if isinstance(value, Array | np.ndarray)}
+    adamw = _AdamW({name: value for name, value in values.items() if name not in arrays}, mask)
+    chain, plain = adamw.chain(arrays), adamw.plain
     run = Op(
         _NAME,
         {"pallas": differentiable(_alone(adamw.kernel, plain), plain), "xla": plain, "autodiff": plain},
@@ -141,8 +146,7 @@ def fused_adamw(
     def fused_apply(grads, state, params, finite=None):
         grads, state, params = jax.tree.map(jnp.asarray, (grads, state, params))
         _check_trees(chain, grads, state, params)
-        rate = jnp.asarray(learning_rate) if is_array else None
-        return run(grads, state, params, finite, rate, implementation=implementation)
+        return run(grads, state, params, finite, arrays, implementation=implementation)
 
     return FusedOptimizer(chain.init, chain.update, fused_apply)
 
@@ -151,98 +155,111 @@ def fused_adamw(
 class _AdamW:
     """AdamW as Optax's chain of transformations, and as a kernel that computes the same.
 
-    If `learning_rate` is None, the learning rate is an array, which the methods take as the argument `rate`.
+    Attributes:
+      numbers: the hyperparameters that are no arrays. The methods take the others as the argument `arrays`, by name.
+      mask: as in `fused_adamw`.
     """
 
-    learning_rate: "optax.ScalarOrSchedule | None"
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    clip: float | None
+    numbers: Mapping[str, Any]
+    mask: Any
 
-    def chain(self, rate: Any) -> "optax.GradientTransformation":
+    def chain(self, arrays: Mapping[str, Array]) -> "optax.GradientTransformation":
         import optax
 
-        moments = rate, self.b1, self.b2, self.eps
-        adam = optax.adamw(*moments, weight_decay=self.weight_decay) if self.weight_decay else optax.adam(*moments)
-        return adam if self.clip is None else optax.chain(optax.clip(self.clip), adam)
+        value = {**self.numbers, **arrays}
+        moments = [value[name] for name in ("learning_rate", "b1", "b2", "eps")]
+        if self.mask is None and "weight_decay" in self.numbers and not value["weight_decay"]:
+            adam = optax.adam(*moments)
+        else:
+            adam = optax.adamw(*moments, weight_decay=value["weight_decay"], mask=self.mask)
+        return adam if value["clip"] is None else optax.chain(optax.clip(value["clip"]), adam)
 
-    def plain(self, grads, state, params, finite, rate):
-        return apply(self.chain(self.learning_rate if rate is None else rate), grads, state, params, finite)
+    def plain(self, grads, state, params, finite, arrays):
+        return apply(self.chain(arrays), grads, state, params, finite)
 
-    def kernel(self, grads, state, params, finite, rate):
-        step = self.numbers(state, finite, rate)
+    def kernel(self, grads, state, params, finite, arrays):
+        step = self.step(state, finite, arrays)
         scalars = jnp.stack([jnp.asarray(n, jnp.float32) for n in step.values()])
-        of_blocks = functools.partial(self.formula, tuple(step))
         new = [[None] * len(jax.tree.leaves(params)) for _ in ("params", *_MOMENTS)]
-        for places, lists in _lists(grads, state, params):
+        for decays, places, lists in _lists(grads, state, params, self.decaying(params)):
+            of_blocks = functools.partial(self.formula, tuple(step), decays)
             config = updates.heuristic(of_blocks, scalars, *lists) or Config()
-            for arrays, results in zip(new, updates(of_blocks, scalars, *lists, config=config), strict=True):
-                for i, result in zip(places, results, strict=True):
-                    arrays[i] = result
-        new_params, *new_moments = (jax.tree.unflatten(jax.tree.structure(params), arrays) for arrays in new)
+            for results, blocks in zip(new, updates(of_blocks, scalars, *lists, config=config), strict=True):
+                for i, result in zip(places, blocks, strict=True):
+                    results[i] = result
+        new_params, *new_moments = (jax.tree.unflatten(jax.tree.structure(params), results) for results in new)
         return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
 
-    def numbers(self, state, finite, rate):
-        """Return a dict with the scalars of a step whose values are known only when the step runs."""
-        nodes = _nodes(state)
-        count = _following(nodes[0].count)
-        step = {"first": 1 - self.b1**count, "second": 1 - self.b2**count}
-        if callable(self.learning_rate):
-            rate = self.learning_rate(nodes[-1].count)
-        return step | {name: n for name, n in (("rate", rate), ("finite", finite)) if n is not None}
+    def decaying(self, params):
+        """Return for each parameter whether its weights decay."""
+        if "weight_decay" in self.numbers and not self.numbers["weight_decay"]:
+            return [False] * len(jax.tree.leaves(params))
+        if self.mask is None:
+            return [True] * len(jax.tree.leaves(params))
+        mask = self.mask(params) if callable(self.mask) else self.mask
+        return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
-    def formula(self, names, values, p, m, v, g):
+    def step(self, state, finite, arrays):
+        """Return a dict with the scalars of a step whose values are known only when the step runs."""
+        nodes, value = _nodes(state), {**self.numbers, **arrays}
+        count = _following(nodes[0].count)
+        step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
+        if callable(value["learning_rate"]):
+            step["learning_rate"] = value["learning_rate"](nodes[-1].count)
+        return step if finite is None else step | {"finite": finite}
+
+    def formula(self, names, decays, values, p, m, v, g):
         """Return new blocks of parameters and moments, in float32. If the step is not finite, return the old blocks."""
         step = dict(zip(names, values, strict=True))
-        new = self.update(step, p, m, v, g)
+        new = self.update({**self.numbers, **step}, decays, p, m, v, g)
         if "finite" not in step:
             return new
         return tuple(jnp.where(step["finite"] != 0, a, b) for a, b in zip(new, (p, m, v), strict=True))
 
-    def update(self, step, p, m, v, g):
-        g = g if self.clip is None else jnp.clip(g, -self.clip, self.clip)
-        m = (1 - self.b1) * g + self.b1 * m
-        v = (1 - self.b2) * (g * g) + self.b2 * v
-        v_hat = v / step["second"]
+    def update(self, value, decays, p, m, v, g):
+        clip = value["clip"]
+        g = g if clip is None else jnp.minimum(jnp.maximum(g, -clip), clip)
+        m = (1 - value["b1"]) * g + value["b1"] * m
+        v = (1 - value["b2"]) * (g * g) + value["b2"] * v
+        v_hat = v / value["second"]
         # The square root is computed from a reciprocal square root, because older versions of Mosaic GPU have no square
         # root.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
-        u = (m / step["first"]) / (root + self.eps)
-        u = u + self.weight_decay * p if self.weight_decay else u
-        rate = step["rate"] if "rate" in step else float(self.learning_rate)
-        return p - rate * u, m, v
+        u = (m / value["first"]) / (root + value["eps"])
+        u = u + value["weight_decay"] * p if decays else u
+        return p - value["learning_rate"] * u, m, v
 
-    def unsupported(self, grads, state, params, finite, rate):
+    def unsupported(self, grads, state, params, finite, arrays):
         if mesh_of((grads, state, params)) is not None:
             return "arrays on a mesh of several devices"
-        reasons = (updates.unsupported(None, None, *lists) for _, lists in _lists(grads, state, params))
+        reasons = (updates.unsupported(None, None, *lists) for *_, lists in _lists(grads, state, params))
         if reason := next(filter(None, reasons), None):
             return reason
-        new = jax.eval_shape(self.plain, grads, state, params, finite, rate)
+        new = jax.eval_shape(self.plain, grads, state, params, finite, arrays)
         pairs = zip(jax.tree.leaves((params, state)), jax.tree.leaves(new), strict=True)
         changing = next(((a.dtype, b.dtype) for a, b in pairs if a.dtype != b.dtype), None)
         return changing and f"a state of {changing[0]} that becomes {changing[1]}, by gradients of another dtype"
 
 
-def _default(grads, state, params, finite, rate):
-    groups = [lists for _, lists in _lists(grads, state, params)]
+def _default(grads, state, params, finite, arrays):
+    groups = [lists for *_, lists in _lists(grads, state, params)]
     pays = bool(groups) and all(updates.pays(None, None, *lists) for lists in groups)
     return DefaultImplementation(gpu="pallas" if pays else "xla")
 
 
-def _lists(grads, state, params):
-    """Group the parameters by the dtypes of their arrays (parameter, moments, and gradient). For each group, yield the
-    positions of its parameters, and the lists of arrays that `updates` takes."""
+def _lists(grads, state, params, decaying=None):
+    """Group the parameters by whether their weights decay, and by the dtypes of their arrays (parameter, moments, and
+    gradient). For each group, yield whether its weights decay, the positions of its parameters, and the lists of arrays
+    that `updates` takes."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
+    decaying = decaying or [False] * len(lists[0])
     groups: dict[tuple, list[int]] = {}
     for i, arrays in enumerate(zip(*lists, strict=True)):
-        groups.setdefault(tuple(a.dtype for a in arrays), []).append(i)
-    for places in groups.values():
+        groups.setdefault((decaying[i], *(a.dtype for a in arrays)), []).append(i)
+    for (decays, *_), places in groups.items():
         *changed, gradients = ([arrays[i] for i in places] for arrays in lists)
-        yield places, (changed, [gradients])
+        yield decays, places, (changed, [gradients])
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
@@ -315,8 +332,12 @@ def _check_trees(chain, grads, state, params):
 
 
 def _require(name, value, is_valid, wanted):
-    if value is None and wanted.endswith("None"):
+    if (value is None and wanted.endswith("None")) or (callable(value) and wanted.endswith("schedule")):
         return
+    if isinstance(value, Array | np.ndarray):
+        if value.shape != ():
+            raise ValueError(f"{_NAME}: {name} has shape {value.shape}; wants {wanted}")
+        return  # its value may be known only when the step runs
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{_NAME}: {name} is {value!r}; wants {wanted}")
     if not is_valid(value):

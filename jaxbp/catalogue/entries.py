@@ -19,7 +19,7 @@ from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
 from jaxbp.ops.dense import linear_softmax_cross_entropy as fused_loss
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.logic import automaton_rollout, gate_layer, logic_conv2d
-from jaxbp.ops.norm import batch_norm, layer_norm, layer_norm_linear
+from jaxbp.ops.norm import batch_norm, group_norm, layer_norm, layer_norm_linear
 from jaxbp.ops.pointwise import activations, arithmetic, dropout, elementwise, losses, reductions
 
 
@@ -426,6 +426,13 @@ CATALOGUE: tuple[Entry, ...] = (
         batch_norm.batch_norm,
         _case((4, 3, 2), (4, 3, 2), (3,), (3,)),
         {"images": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,))},
+        takes=slice(2),
+        like="divide",
+    ),
+    *_pair(
+        group_norm.group_norm,
+        _case((2, 4, 3), (2, 4, 3), (4,), (4,), num_groups=2),
+        {"images": _case((BATCH, 16, 8, 8), (BATCH, 16, 8, 8), (16,), (16,), num_groups=4)},
         takes=slice(2),
         like="divide",
     ),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.lax import PrecisionLike
-from jaxtyping import Float, Key, UInt32
+from jaxtyping import Bool, Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
 """The types of arrays that ops accept as arguments. Ops return JAX arrays."""
@@ -20,6 +20,10 @@ AnyFloats = Float[AnyArray, "*shape"]
 """A floating array that is an argument of an op. All arguments with this type in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
 """A floating array that an op returns, in the shape of its arguments of type `AnyFloats`."""
+AnyMask = Bool[AnyArray, "*mask"]
+"""A boolean array that says which elements an op includes. It broadcasts to the array that it selects from."""
+Number = float | Float[AnyArray, ""]
+"""A static number, or a number that may be known only when the program runs."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 """A key of `jax.random`: a typed key, or a raw one with dtype uint32."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -53,6 +57,17 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
     if not fits:
         pattern = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
         raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
+
+
+def scale_and_bias(op: str, x: Array, size: tuple[int, ...], scale: Any, bias: Any = None) -> tuple[Array, Array]:
+    """Return scale and bias, after checking that they have x's dtype and the shape `size`. A scale that is None becomes
+    ones, and a bias zeros."""
+    given = {name: a for name, a in (("scale", scale), ("bias", bias)) if a is not None}
+    given = dict(zip(("x", *given), floating(op, x=x, **given), strict=True))
+    for name, a in given.items():
+        if name != "x":
+            shape(op, name, a, *size)
+    return given.get("scale", jnp.ones(size, x.dtype)), given.get("bias", jnp.zeros(size, x.dtype))
 
 
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
@@ -123,6 +138,24 @@ def array(op: str, name: str, a: Any) -> Array:
     return jnp.asarray(a)  # A Python number inside a tracer of `grad` becomes an array.
 
 
+def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
+    """Return `where` as an array, after checking that it is boolean and broadcasts to one of the shapes with as many
+    axes, or that it is None.
+
+    If no shape has as many axes as `where`, it must broadcast to the first one.
+    """
+    if where is None:
+        return None
+    where = array(op, "where", where)
+    if where.dtype != bool:
+        raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool, say where != 0")
+    wanted = next((shape for shape in shapes if len(shape) == where.ndim), shapes[0])
+    sizes = zip(where.shape[::-1], wanted[::-1], strict=False)
+    if where.ndim > len(wanted) or any(size not in (1, want) for size, want in sizes):
+        raise ValueError(f"{op}: where has shape {where.shape}; wants a shape that broadcasts to {wanted}")
+    return where
+
+
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
     """Return the shape that the arrays broadcast to, aligned from the right."""
     try:
@@ -140,6 +173,27 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
         raise ValueError(f"{op}: axis is {axis!r}; wants None or different ints in [{-ndim}, {ndim})")
     return tuple(sorted(int(a) % ndim for a in wanted))
+
+
+def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
+    """Return an axis, counted from the front."""
+    if not is_int(axis) or not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: {name} is {axis!r}; wants an int in [{-ndim}, {ndim})")
+    return int(axis) % ndim
+
+
+def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
+    """Return `value`, after checking that it is a static number in `[low, high]`, or a real array of shape ().
+
+    The range of an array is not checked, because its value may be known only when the program runs. An integer array
+    is converted to floats.
+    """
+    if not isinstance(value, Array | np.ndarray):
+        return number(op, name, value, low, high)
+    is_integer = jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape != () or not (is_integer or jnp.issubdtype(value.dtype, jnp.floating)):
+        raise ValueError(f"{op}: {name} has dtype {value.dtype} and shape {value.shape}; wants a number")
+    return jnp.asarray(value, jnp.float32 if is_integer else None)
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

@@ -18,6 +18,25 @@ def upcast(a: Array) -> Array:
     return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
 
+def select(where: Array | None, a: Array, other: float | Array) -> Array:
+    """Return `a` where `where` is true, and `other` elsewhere, in a's dtype. If `where` is None, return `a`.
+
+    Excluded elements of `a` get a gradient of 0, even if they are NaN.
+    """
+    return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
+
+
+def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
+    """Return `a` for a softmax over the axis, with -inf in place of each element that `where` excludes.
+
+    If all elements of a softmax are excluded, they become 0, because a softmax of only -inf would be NaN.
+    """
+    if where is None:
+        return a
+    where = jnp.broadcast_to(where, a.shape)
+    return select(where, a, jnp.where(jnp.any(where, axis=axis, keepdims=True), -jnp.inf, 0.0))
+
+
 def wide(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which elements of a floating dtype are summed."""
     # This promotion is meant, so that it also takes place where `jax.numpy_dtype_promotion` is "strict".
@@ -25,14 +44,16 @@ def wide(dtype: DTypeLike) -> DTypeLike:
         return jnp.promote_types(dtype, jnp.float32)
 
 
-def mean_and_rest(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
+def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
     """Return the mean, rounded to float32 or wider, and its rounding error `rest`. Reduced axes have size 1.
+
+    If `where` is given, the mean is over the elements that it includes.
 
     Deviations computed as `(a - mean) - rest` keep their digits if the numbers are far from zero.
     """
     # The sum of mean and rest is the same for any value of `mean`, so it needs no gradient.
-    mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True))
-    return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True)
+    mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
+    return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:

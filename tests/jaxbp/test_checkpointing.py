@@ -16,7 +16,7 @@ from jaxbp.checkpointing import _binomial, _schedule
 POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
-def walk(weights, memory, scan=None):
+def walk(weights, memory, scan=None, **options):
     """Return a function that scans. The carry, xs and ys have integers and floats, and the body closes over weights."""
 
     def body(carry, x):
@@ -26,15 +26,15 @@ def walk(weights, memory, scan=None):
 
     def run(s, xs):
         scan_ = scan or functools.partial(jaxbp.checkpointed_scan, memory=memory)
-        (s, count), ys = scan_(body, (s, jnp.int32(0)), {"a": xs, "i": jnp.arange(len(xs))})
+        (s, count), ys = scan_(body, (s, jnp.int32(0)), {"a": xs, "i": jnp.arange(len(xs))}, **options)
         return jnp.sum(s**2) + jnp.sum(ys["sum"] ** 2), (count, ys["i"])
 
     return run
 
 
-def value_and_gradients(memory, weights, s, xs, scan=None):
+def value_and_gradients(memory, weights, s, xs, scan=None, **options):
     def of_all(weights, s, xs):
-        return walk(weights, memory, scan)(s, xs)
+        return walk(weights, memory, scan, **options)(s, xs)
 
     return jax.jit(jax.value_and_grad(of_all, (0, 1, 2), has_aux=True))(weights, s, xs)
 
@@ -45,6 +45,13 @@ def test_every_policy_has_the_scans_values_and_gradients(steps):
     want = value_and_gradients(None, *arrays, scan=jax.lax.scan)
     for memory in ["all", *POLICIES]:
         assert_close(value_and_gradients(memory, *arrays), want, "float32")
+
+
+@pytest.mark.parametrize("memory", ["all", *POLICIES])
+def test_in_reverse_too(memory):
+    arrays = normal((3, 3), (3,), (7, 3))
+    want = value_and_gradients(None, *arrays, scan=jax.lax.scan, reverse=True)
+    assert_close(value_and_gradients(memory, *arrays, reverse=True), want, "float32")
 
 
 def test_second_derivatives():

@@ -2,15 +2,16 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exponentials, largest_and_total, upcast
+from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last
@@ -18,6 +19,7 @@ from pallas_kernels.dense import softmax_cross_entropy as kernels
 
 AnyLogits = Float[AnyArray, "*batch classes"]
 AnyLabels = Int[AnyArray, "*batch"] | Float[AnyArray, "*batch classes"]
+AnyMask = Bool[AnyArray, "*batch"] | Bool[AnyArray, "*batch classes"]
 Losses = Float[Array, "*batch"]
 
 
@@ -25,17 +27,66 @@ def _is_class(labels):
     return jnp.issubdtype(labels.dtype, jnp.integer)
 
 
-def losses(logits, labels):
-    log_probabilities = jax.nn.log_softmax(upcast(logits))
+def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
+    dtype, rows = logits.dtype, _examples(where, logits)
+    logits, labels = _included(logits, labels, where)
+    log_probabilities, uniform = jax.nn.log_softmax(upcast(logits)), _uniform(where, logits, label_smoothing)
     if _is_class(labels):
         valid = are_valid(labels, logits.shape[-1])
         chosen = jnp.where(valid, labels, 0)[..., None]
-        loss = nan_unless(valid, -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0])
+        loss = -jnp.take_along_axis(log_probabilities, chosen, axis=-1)[..., 0]
+        if label_smoothing:
+            loss = (1 - label_smoothing) * loss + _weighted(uniform, log_probabilities)
+        loss = nan_unless(valid, loss)
     else:
-        y = upcast(labels)
-        terms = y * jnp.where(_is_masked(y, log_probabilities), 0.0, log_probabilities)
-        loss = -jnp.sum(terms, axis=-1)
-    return loss.astype(logits.dtype)
+        loss = _weighted(_smoothed(upcast(labels), uniform, label_smoothing), log_probabilities)
+    if z_loss:
+        loss += z_loss * jnp.square(jax.nn.logsumexp(upcast(logits), axis=-1))
+    return select(rows, loss, 0).astype(dtype)
+
+
+def _examples(where, logits):
+    """Return which examples `where` keeps, given one boolean per example or per class. An example without any class is
+    dropped."""
+    return jnp.any(where, axis=-1) if where is not None and where.ndim == logits.ndim else where
+
+
+def _included(logits, labels, where):
+    """Return logits and labels in which no number is left that `where` excludes.
+
+    A dropped example becomes zeros. An excluded class gets the logit -inf and the weight 0, and is no valid label.
+    """
+    if where is None:
+        return logits, labels
+    if where.ndim < logits.ndim:
+        each = where[..., None]
+        return select(each, logits, 0), select(where if _is_class(labels) else each, labels, 0)
+    rows, logits = _examples(where, logits), exclude(where, logits, -1)
+    if not _is_class(labels):
+        return logits, select(where, labels, 0)
+    where, labels = jnp.broadcast_to(where, logits.shape), labels.astype(jnp.int32)  # a byte may not hold every class
+    possible = jnp.take_along_axis(where, jnp.clip(labels, 0, logits.shape[-1] - 1)[..., None], axis=-1)[..., 0]
+    return logits, select(rows, jnp.where(possible, labels, logits.shape[-1]), 0)
+
+
+def _uniform(where, logits, label_smoothing):
+    """Return the weight that label smoothing adds to each class: `label_smoothing` divided by the number of classes
+    that `where` includes, and 0 for the other classes."""
+    if where is None or where.ndim < logits.ndim:
+        return label_smoothing / logits.shape[-1]
+    where = jnp.broadcast_to(where, logits.shape)
+    count = jnp.maximum(jnp.sum(where, axis=-1, keepdims=True), 1)
+    return jnp.where(where, label_smoothing / count.astype(upcast(logits).dtype), 0)
+
+
+def _smoothed(weights, uniform, label_smoothing):
+    return (1 - label_smoothing) * weights + uniform if label_smoothing else weights
+
+
+def _weighted(weights, log_probabilities):
+    """Return the cross-entropy `-Σ_k y_k ln p_k`."""
+    terms = weights * jnp.where(_is_masked(weights, log_probabilities), 0.0, log_probabilities)
+    return -jnp.sum(terms, axis=-1)
 
 
 def are_valid(labels, classes):
@@ -67,27 +118,41 @@ def dy_of_valid(dy, labels, classes):
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
-def logits_gradient(dy, logits, labels):
-    dy = upcast(dy)
+def logits_gradient(dy, logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
+    dtype, dy = logits.dtype, select(_examples(where, logits), upcast(dy), 0)
+    uniform = _uniform(where, logits, label_smoothing)
+    logits, labels = _included(logits, labels, where)
     if _is_class(labels):
         p = jax.nn.softmax(upcast(logits))
         dy = dy_of_valid(dy, labels, p.shape[-1])[..., None]
-        gradient = dy * (p - jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype))
+        weights = jax.nn.one_hot(labels, p.shape[-1], dtype=p.dtype)
+        gradient = dy * (_with_z_loss(p, p, logits, z_loss) - _smoothed(weights, uniform, label_smoothing))
     else:
-        dy = dy[..., None]
-        (e, total), y = exponentials(logits, -1), upcast(labels)
-        gradient = e * (dy * jnp.sum(y, axis=-1, keepdims=True) / total) - dy * y
-    return gradient.astype(logits.dtype)
+        dy, (e, total) = dy[..., None], exponentials(logits, -1)
+        weights = _smoothed(upcast(labels), uniform, label_smoothing)
+        factor = _with_z_loss(jnp.sum(weights, axis=-1, keepdims=True), 1.0, logits, z_loss)
+        gradient = e * (dy * factor / total) - dy * weights
+    return gradient.astype(dtype)
 
 
-def _gradients(dy, logits, labels, *, of_logits=logits_gradient):
-    dlogits = of_logits(dy, logits, labels)
-    # Integer labels have no gradient.
+def _with_z_loss(value, factor, logits, z_loss):
+    """Return `value + factor * 2 z_loss * logsumexp(logits)`. The last two factors are the derivative of the z-loss
+    with respect to the log-sum-exp."""
+    if not z_loss:
+        return value
+    return value + factor * (2 * z_loss) * jax.nn.logsumexp(upcast(logits), axis=-1, keepdims=True)
+
+
+def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=logits_gradient):
+    dlogits = of_logits(dy, logits, labels, where, label_smoothing=label_smoothing, z_loss=z_loss)
+    # Integer labels and masks have no gradient.
     if _is_class(labels):
-        return dlogits, None
+        return dlogits, None, None
+    dy = select(_examples(where, logits), upcast(dy), 0)[..., None]
+    logits, labels = _included(logits, labels, where)
     log_probabilities = jax.nn.log_softmax(upcast(logits))
     log_probabilities = jnp.where(_is_masked(upcast(labels), log_probabilities), 0.0, log_probabilities)
-    return dlogits, (-upcast(dy)[..., None] * log_probabilities).astype(labels.dtype)
+    return dlogits, ((label_smoothing - 1) * dy * log_probabilities).astype(labels.dtype), None
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
@@ -107,9 +172,9 @@ def _losses_and_statistics_kernel(logits, labels):
     return tuple(batch_first(a, rows).reshape(logits.shape[:-1]) for a in results)
 
 
-def _save_kernel(logits, labels):
-    loss, *statistics = _LOSSES_AND_STATISTICS(logits, labels)
-    return loss, (logits, labels, *statistics)
+def _save_kernel(logits, labels, where, **options):
+    loss, *statistics = _LOSSES_AND_STATISTICS(*_included(logits, labels, where))
+    return select(where, loss, 0), (logits, labels, where, *statistics)
 
 
 def _logits_gradient(dy, logits, labels, largest, total):
@@ -125,11 +190,20 @@ def _logits_gradient_kernel(dy, logits, labels, *statistics):
     return batch_first(dlogits, rows).reshape(logits.shape)
 
 
-def _gradients_kernel(dy, logits, labels, *statistics):
-    def of_logits(dy, logits, labels):
-        return _LOGITS_GRADIENT(dy, logits, labels, *statistics)
+def _gradients_kernel(dy, logits, labels, where, *statistics, **options):
+    def of_logits(dy, logits, labels, where, **options):
+        return _LOGITS_GRADIENT(select(where, dy, 0), *_included(logits, labels, where), *statistics)
 
-    return _gradients(dy, logits, labels, of_logits=of_logits)
+    return _gradients(dy, logits, labels, where, of_logits=of_logits, **options)
+
+
+def _unsupported(logits, labels, where, *, label_smoothing, z_loss):
+    """Return why the kernels do not support the arguments, or None if they do."""
+    if label_smoothing or z_loss:
+        return "label_smoothing" if label_smoothing else "z_loss"
+    if where is not None and where.ndim == logits.ndim:
+        return "where with one boolean per class, only with one per example"
+    return checks.unsupported_dtype(logits, labels)
 
 
 _LOSSES_AND_STATISTICS = differentiable(_losses_and_statistics_kernel, _losses_and_statistics, batched(0, 1))
@@ -141,7 +215,7 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     Op("softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
-    unsupported=checks.unsupported_dtype,
+    unsupported=_unsupported,
     # With ten classes, launches take most of the time on a GPU. XLA's fusion of the formula needs fewer launches,
     # because it needs no transposes. On a CPU, autodiff computes less, because only the logarithm of the label's class
     # has a gradient.
@@ -150,71 +224,141 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
 )
 
 
-def softmax_cross_entropy(logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None) -> Losses:
+def softmax_cross_entropy(
+    logits: AnyLogits,
+    labels: AnyLabels,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: Implementation = None,
+) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
-    The log-sum-exp subtracts the largest logit first, so no exponential overflows.
+    The log-sum-exp subtracts the largest logit first, so no exponential overflows. The z-loss adds
+    `z_loss logsumexp(logits)²`.
 
     Args:
-      logits: scores, the classes last.
+      logits: scores, by default with the classes last.
       labels: one class per example (integers in [0, classes)), or one weight per class and example, in the dtype of the
         logits. In the formula, y are the weights; for a class, its weight is 1 and the others are 0. Weights are
         differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
         no gradient.
+      axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is an index in
+        row-major order over these axes, in the order in which they are given.
+      where: one boolean per example, or one per class and example; None includes all. A dropped example has the loss 0
+        and no gradient, whatever its label and its logits are, also if they are NaN. An excluded class is left out of
+        the log-sum-exp and of the loss. The kernels take only one boolean per example.
+      label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
+        excluded classes do not count. The kernels do not take it.
+      z_loss: a number of at least 0. The kernels do not take it.
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
-      The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, the loss
-      of its example is NaN. The gradient is NaN, too, unless dy is 0. If `jnp.where` excludes the loss, dy is 0, and so
-      is the gradient.
+      The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, or is an
+      excluded class, the loss of its example is NaN. The gradient is NaN, too, unless dy is 0. If `where` or
+      `jnp.where` excludes the loss, the gradient is 0.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit.
+      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
 
-    Source: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
+    Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
+    et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et
+    al., "PaLM: scaling language modeling with pathways", JMLR 2023 (z-loss).
     """
-    logits, labels = _check("softmax_cross_entropy", logits, labels)
-    return _SOFTMAX_CROSS_ENTROPY(logits, labels, implementation=implementation)
+    _, *arrays = _check("softmax_cross_entropy", axis, logits=logits, labels=labels, where=where)
+    options = _options("softmax_cross_entropy", label_smoothing, z_loss)
+    return _SOFTMAX_CROSS_ENTROPY(*arrays, **options, implementation=implementation)
 
 
 def softmax_cross_entropy_backward(
-    dy: Float[AnyArray, "*batch"], logits: AnyLogits, labels: AnyLabels, *, implementation: Implementation = None
+    dy: Float[AnyArray, "*batch"],
+    logits: AnyLogits,
+    labels: AnyLabels,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`.
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`. The z-loss adds `2 dy z_loss logsumexp(logits)
+    softmax(logits)_k`.
 
     Args:
       dy: gradient with respect to each loss.
-      logits, labels: as in the forward.
+      logits, labels, axis, where, label_smoothing, z_loss: as in the forward. In the formula, y are the smoothed
+        weights.
       implementation: as in `softmax_cross_entropy`.
 
     Returns:
       dlogits, in the shape and dtype of the logits.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit.
+      TypeError, ValueError: as in the forward.
     """
-    op = "softmax_cross_entropy_backward"
+    op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     dy, _ = checks.floating(op, dy=dy, logits=logits)
-    logits, labels = _check(op, logits, labels)
+    classes, logits, labels, where = _check(op, axis, logits=logits, labels=labels, where=where)
     checks.shape(op, "dy", dy, *logits.shape[:-1])
-    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, logits, labels, implementation=implementation)
-    return gradients if _is_class(labels) else gradients[0]
+    options = _options(op, label_smoothing, z_loss)
+    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, logits, labels, where, **options, implementation=implementation)
+    return _to_axes(gradients if _is_class(labels) else gradients[0], classes, shape)
 
 
-def _check(op, logits, labels):
+def _check(op, axis, *, logits, labels, where):
+    """Return the axes of the classes, and the logits, the labels, and the mask with the classes as the last axis."""
     (logits,) = checks.floating(op, logits=logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"{op}: logits has shape {logits.shape}; wants (..., classes), at least one class")
+    axes = checks.axes(op, axis, logits.ndim)
+    if not axes or math.prod(logits.shape[i] for i in axes) == 0:
+        wanted = "(..., classes)" if axes == (logits.ndim - 1,) or not logits.ndim else f"classes along axis {axis}"
+        raise ValueError(f"{op}: logits has shape {logits.shape}; wants {wanted}, at least one class")
+    if isinstance(axis, tuple | list):  # integer labels count in this order
+        axes = tuple(int(a) % logits.ndim for a in axis)
+    batch = tuple(size for i, size in enumerate(logits.shape) if i not in axes)
+    where = checks.mask(op, where, logits.shape, batch)
+    where = where if where is None or where.ndim == logits.ndim else jnp.broadcast_to(where, batch)
     if hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer):
         labels = jnp.asarray(labels)
-        if labels.shape != logits.shape[:-1]:
+        if labels.shape != batch:
             raise ValueError(
-                f"{op}: integer labels have shape {labels.shape}; wants {logits.shape[:-1]}, one class per "
+                f"{op}: integer labels have shape {labels.shape}; wants {batch}, one class per "
                 f"example of logits {logits.shape}"
             )
-        return logits, labels
-    _, labels = checks.floating(op, logits=logits, labels=labels)
-    if labels.shape != logits.shape:
-        raise ValueError(f"{op}: floating labels have shape {labels.shape}; wants {logits.shape}, the shape of logits")
-    return logits, labels
+    else:
+        _, labels = checks.floating(op, logits=logits, labels=labels)
+        if labels.shape != logits.shape:
+            shapes = f"{labels.shape}; wants {logits.shape}"
+            raise ValueError(f"{op}: floating labels have shape {shapes}, the shape of logits")
+        labels = _classes_last(labels, axes)
+    if where is not None and where.ndim == logits.ndim:
+        # A mask with one boolean per example may have axes of size 1 for the classes.
+        per_class = any(where.shape[i] > 1 for i in axes)
+        where = jnp.broadcast_to(where, [n if per_class or i not in axes else 1 for i, n in enumerate(logits.shape)])
+        where = _classes_last(where, axes) if per_class else where.reshape(batch)
+    return axes, _classes_last(logits, axes), labels, where
+
+
+def _classes_last(a, axes):
+    """Return the array with `axes` combined to one last axis."""
+    if axes == (a.ndim - 1,):
+        return a
+    a = jnp.moveaxis(a, axes, range(-len(axes), 0))
+    return a.reshape(*a.shape[: a.ndim - len(axes)], math.prod(a.shape[a.ndim - len(axes) :]))
+
+
+def _to_axes(a, axes, shape):
+    """Return the array of this shape from which `_classes_last` made `a`."""
+    if axes == (len(shape) - 1,):
+        return a
+    a = a.reshape(*a.shape[:-1], *(shape[i] for i in axes))
+    return jnp.moveaxis(a, range(-len(axes), 0), axes)
+
+
+def _options(op, label_smoothing, z_loss):
+    return dict(
+        label_smoothing=checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
+        z_loss=checks.number(op, "z_loss", z_loss, 0.0),
+    )

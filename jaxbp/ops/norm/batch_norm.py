@@ -1,65 +1,64 @@
-"""Batch normalization with the statistics of the batch, as in training."""
-
-import math
+"""Batch normalization with the statistics of the batch, as in training, or with given statistics."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyArray
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 from pallas_kernels.norm.statistics import inverse_root
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
 
-AnyImages = Float[AnyArray, "batch channels *space"]
 AnyChannels = Float[AnyArray, "channels"]
-Results = tuple[Float[Array, "batch channels *space"], Float[Array, "channels"], Float[Array, "channels"]]
+Results = tuple[Floats, Float[Array, "channels"], Float[Array, "channels"]]
 """The results of the op, (y, mean, var), or of its backward, (dx, dscale, dbias)."""
 
 
-def _over(x):
+def _over(x, channel_axis):
     """Return the axes over which the mean and the variance are computed: all axes except the channels."""
-    return (0, *range(2, x.ndim))
+    return tuple(axis for axis in range(x.ndim) if axis != channel_axis)
 
 
-def _along(a, x):
+def _along(a, x, channel_axis):
     """Reshape a vector with one element per channel so that it broadcasts to x."""
-    return a.reshape(1, -1, *(1,) * (x.ndim - 2))
+    return a.reshape([-1 if axis == channel_axis else 1 for axis in range(x.ndim)])
 
 
-def _normalise(x, scale, bias, *, epsilon):
+def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
     """Return ((y, mean, var), residuals), where y is the normalized x, scaled and shifted, and the residuals are for
-    `_backward`."""
-    mean, rest = mean_and_rest(x, _over(x))
+    `_backward`. With `wide`, mean and var are not rounded to x's dtype."""
+    over = _over(x, channel_axis)
+    mean, rest = mean_and_rest(x, over)
     centred = (upcast(x) - mean) - rest
-    var = jnp.mean(jnp.square(centred), axis=_over(x))
+    var = jnp.mean(jnp.square(centred), axis=over)
     factor = upcast(scale) * inverse_root(var, epsilon)
-    y = centred * _along(factor, x) + _along(upcast(bias), x)
-    results = y, (mean + rest).reshape(var.shape), var
-    return tuple(a.astype(x.dtype) for a in results), (x, scale, mean, rest, var)
+    y = centred * _along(factor, x, channel_axis) + _along(upcast(bias), x, channel_axis)
+    statistics = (a if wide else a.astype(x.dtype) for a in ((mean + rest).reshape(var.shape), var))
+    return (y.astype(x.dtype), *statistics), (x, scale, mean, rest, var)
 
 
-def _forward(x, scale, bias, *, epsilon):
-    return _normalise(x, scale, bias, epsilon=epsilon)[0]
+def _forward(x, scale, bias, **options):
+    return _normalise(x, scale, bias, **options)[0]
 
 
-def _backward(dys, x, scale, mean, rest, var, *, epsilon):
-    wide, dy = upcast(x), upcast(dys[0])
-    sums = (jnp.sum(terms, axis=_over(x)) for terms in _terms(dy, wide, mean, rest))
-    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
-    dx = _combine(dy, wide, mean, rest, *(_along(a, x) for a in coefficients))
+def _backward(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
+    x_, dy = upcast(x), upcast(dys[0])
+    sums = (jnp.sum(terms, axis=_over(x, channel_axis)) for terms in _terms(dy, x_, mean, rest))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x.size // len(scale), scale, var, epsilon)
+    dx = _combine(dy, x_, mean, rest, *(_along(a, x, channel_axis) for a in coefficients))
     return dx.astype(x.dtype), dscale, dbias
 
 
-def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon):
+def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, wide):
     dy = dys[0]
-    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, mean, rest, axes=_over(x)))
-    coefficients, dscale, dbias = _coefficients(*sums, dys, x, scale, var, epsilon)
-    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x) for a in coefficients))
+    sums = (a.reshape(-1) for a in sum_over(_terms, dy, x, mean, rest, axes=_over(x, channel_axis)))
+    coefficients, dscale, dbias = _coefficients(*sums, dys, x.size // len(scale), scale, var, epsilon)
+    dx = elementwise(_combine, dy, x, mean, rest, *(_along(a, x, channel_axis) for a in coefficients))
     return dx.astype(x.dtype), dscale, dbias
 
 
@@ -69,15 +68,14 @@ def _terms(dy, x, mean, rest):
     return dy, dy * ((x - mean) - rest)
 
 
-def _coefficients(dy_sum, deviation_sum, dys, x, scale, var, epsilon):
+def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
     """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`.
 
     The arguments dy_sum and deviation_sum are the sums of `_terms`. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`,
-    and n elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and `dx = scale s (dy - dbias/n - x̂ dscale/n) +
-    dmean/n + dvar 2 (x - mean)/n`.
+    and n = count elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and `dx = scale s (dy - dbias/n - x̂ dscale/n)
+    + dmean/n + dvar 2 (x - mean)/n`.
     """
     _, dmean, dvar = dys
-    count = math.prod(x.shape[axis] for axis in _over(x))
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s
     a = upcast(scale) * s
@@ -90,11 +88,49 @@ def _combine(dy, x, mean, rest, a, b, c):
     return a * dy + b * ((x - mean) - rest) + c
 
 
+def _given(x, mean, var, scale, bias, *, epsilon):
+    return (x - mean) * (scale * inverse_root(var, epsilon)) + bias
+
+
+def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
+    s = inverse_root(var, epsilon)
+    dx, normalised = dy * scale * s, (x - mean) * s
+    return dx, -dx, -0.5 * s * (dx * normalised), dy * normalised, dy
+
+
 _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
+_WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
+"""Batch normalization of x by mean, var, scale, and bias, in shapes that broadcast to x."""
+
+
+def _statistics(x, channel_axis, axis_name, use_fast_variance):
+    """Return the mean and the variance of each channel, in float32 or wider, also over the devices along
+    `axis_name`."""
+
+    def mean_of(a):
+        mean = jnp.mean(a, axis=_over(x, channel_axis))
+        return mean if axis_name is None else lax.pmean(mean, axis_name)
+
+    wide = upcast(x)
+    mean = mean_of(wide)
+    if use_fast_variance:
+        return mean, jnp.maximum(mean_of(jnp.square(wide)) - jnp.square(mean), 0.0)
+    return mean, mean_of(jnp.square(wide - _along(mean, x, channel_axis)))
 
 
 def batch_norm(
-    x: AnyImages, scale: AnyChannels, bias: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+    x: AnyFloats,
+    scale: AnyChannels | None = None,
+    bias: AnyChannels | None = None,
+    running: tuple[AnyChannels, AnyChannels] | None = None,
+    *,
+    use_running_average: bool = False,
+    momentum: float = 0.99,
+    epsilon: float = 1e-5,
+    channel_axis: int = 1,
+    axis_name: str | tuple[str, ...] | None = None,
+    use_fast_variance: bool = False,
+    implementation: Implementation = None,
 ) -> Results:
     """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
     over the batch and the spatial axes.
@@ -102,29 +138,67 @@ def batch_norm(
     A channel whose squares overflow becomes NaN.
 
     Args:
-      x: an array whose second axis is the channels, followed by any number of spatial axes.
-      scale, bias: one value per channel.
+      x: an array with at least two axes: the batch, the channels, and any number of spatial axes.
+      scale, bias: one value per channel; None for ones and zeros.
+      running: the running averages (mean, var) of the statistics, in any floating dtype, or None.
+      use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
+      momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       epsilon: a number of at least 0.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      channel_axis: the axis of the channels.
+      axis_name: the names of mapped axes, as in `jax.lax.pmean`. The statistics are then also over these axes, for
+        example over the devices of `jax.shard_map`.
+      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass over x. It loses the
+        digits of a channel whose mean is far from zero.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest. With `axis_name` or `use_fast_variance`, JAX
+        differentiates the statistics.
 
     Returns:
-      (y, mean, var), in x's dtype, computed in float32 or wider. With n elements per channel, the variance is a sum
-      divided by n, not by n - 1. The caller computes running averages for inference. All three results have gradients.
+      (y, mean, var). Without `running`, mean and var are the statistics of the batch, in x's dtype, computed in float32
+      or wider, and have gradients. With n elements per channel, the variance is a sum divided by n, not by n - 1. With
+      `running`, mean and var are the new running averages, `momentum running + (1 - momentum) statistics`, and have no
+      gradient.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
-      ValueError: shapes do not fit, or epsilon is not a number of at least 0.
+      TypeError: x, scale, and bias do not have one floating dtype.
+      ValueError: shapes do not fit, or numbers are out of range.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """
-    x, scale, bias = checks.floating("batch_norm", x=x, scale=scale, bias=bias)
-    epsilon = _check("batch_norm", x, scale, epsilon)
-    checks.shape("batch_norm", "bias", bias, *scale.shape)
-    return _BATCH_NORM(x, scale, bias, epsilon=epsilon, implementation=implementation)
+    op, use_running_average = "batch_norm", checks.boolean("batch_norm", "use_running_average", use_running_average)
+    x, scale, bias, options = _check(op, epsilon, channel_axis, x, scale, bias)
+    momentum = checks.number(op, "momentum", momentum, 0.0, 1.0)
+    if running is not None:
+        running = [checks.array(op, f"running[{i}]", a) for i, a in enumerate(running)]
+        for i, a in enumerate(running):
+            checks.floating(op, **{f"running[{i}]": a})
+            checks.shape(op, f"running[{i}]", a, len(scale))
+    elif use_running_average:
+        raise ValueError(f"{op}: running is None; wants (mean, var), because use_running_average is True")
+    if not use_running_average and axis_name is None and not checks.boolean(op, "use_fast_variance", use_fast_variance):
+        wide = running is not None
+        y, *statistics = _BATCH_NORM(x, scale, bias, **options, wide=wide, implementation=implementation)
+    else:
+        channel_axis = options["channel_axis"]
+        statistics = running if use_running_average else _statistics(x, channel_axis, axis_name, use_fast_variance)
+        parameters = (_along(a, x, channel_axis) for a in (*statistics, scale, bias))
+        y = _WITH_GIVEN(x, *parameters, epsilon=options["epsilon"], implementation=implementation)
+    if running is None:
+        return y, *(a.astype(x.dtype) for a in statistics)
+    if not use_running_average:
+        pairs = zip(running, statistics, strict=True)
+        new = (lax.stop_gradient(momentum * old + (1 - momentum) * new).astype(old.dtype) for old, new in pairs)
+        return y, *new
+    return y, *running
 
 
 def batch_norm_backward(
-    dy: AnyImages, x: AnyImages, scale: AnyChannels, *, epsilon: float = 1e-5, implementation: Implementation = None
+    dy: AnyFloats,
+    x: AnyFloats,
+    scale: AnyChannels | None = None,
+    *,
+    epsilon: float = 1e-5,
+    channel_axis: int = 1,
+    implementation: Implementation = None,
 ) -> Results:
     """Gradients of `batch_norm` through its result y. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n
     elements per channel,
@@ -140,15 +214,18 @@ def batch_norm_backward(
       TypeError, ValueError: as in `batch_norm`.
     """
     op = "batch_norm_backward"
-    dy, x, scale = checks.floating(op, dy=dy, x=x, scale=scale)
-    epsilon = _check(op, x, scale, epsilon)
+    dy, x = checks.floating(op, dy=dy, x=x)
+    x, scale, none, options = _check(op, epsilon, channel_axis, x, scale)
     checks.shape(op, "dy", dy, *x.shape)
-    none = jnp.zeros_like(scale)
-    return _BATCH_NORM.vjp((dy, none, none), x, scale, none, epsilon=epsilon, implementation=implementation)
+    dys = dy, jnp.zeros_like(scale), jnp.zeros_like(scale)
+    return _BATCH_NORM.vjp(dys, x, scale, none, **options, wide=False, implementation=implementation)
 
 
-def _check(op, x, scale, epsilon):
+def _check(op, epsilon, channel_axis, x, scale, bias=None):
+    """Return x, scale, bias, and the options of the pair."""
+    (x,) = checks.floating(op, x=x)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
-    checks.shape(op, "scale", scale, x.shape[1])
-    return checks.number(op, "epsilon", epsilon, 0.0)
+    axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
+    scale, bias = checks.scale_and_bias(op, x, (x.shape[axis],), scale, bias)
+    return x, scale, bias, dict(epsilon=checks.number(op, "epsilon", epsilon, 0.0), channel_axis=axis)

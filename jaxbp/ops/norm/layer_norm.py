@@ -10,6 +10,7 @@ with sums over all rows. RMSNorm has no bias, subtracts no mean from x, and has 
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -218,7 +219,13 @@ _LAYER_NORM, _RMS_NORM = (
 
 
 def layer_norm(
-    x: AnyRows, scale: AnyParameter, bias: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+    x: AnyRows,
+    scale: AnyParameter | None = None,
+    bias: AnyParameter | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | Sequence[int] = -1,
+    implementation: Implementation = None,
 ) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
@@ -227,8 +234,9 @@ def layer_norm(
 
     Args:
       x: rows, with any leading axes.
-      scale, bias: one value per column.
+      scale, bias: one value per column; None for ones and zeros.
       eps: a number that is added to the variance, so that y is `bias` for a constant row.
+      axis: the last axis, or several last axes, which are then a row. Scale and bias have the shape of a row.
       implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs that run the kernels, None chooses
         the kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
 
@@ -241,12 +249,18 @@ def layer_norm(
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
-    x, scale, bias = check("layer_norm", eps, x=x, scale=scale, bias=bias)
-    return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation)
+    shape, (x, scale, bias) = _check("layer_norm", axis, eps, x, scale, bias)
+    return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation).reshape(shape)
 
 
 def layer_norm_backward(
-    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+    dy: AnyRows,
+    x: AnyRows,
+    scale: AnyParameter | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | Sequence[int] = -1,
+    implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
     """Gradients of `layer_norm`. With `t = dy * scale` and x̂ the normalized rows,
 
@@ -256,7 +270,7 @@ def layer_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      x, scale, eps: as in the forward.
+      x, scale, eps, axis: as in the forward.
 
     Returns:
       (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias. Half precisions are summed in float32.
@@ -266,19 +280,29 @@ def layer_norm_backward(
 
     Source: derived in docs/layer_norm.md, from the paper that `layer_norm` cites.
     """
-    dy, x, scale = check("layer_norm_backward", eps, dy=dy, x=x, scale=scale)
-    checks.shape("layer_norm_backward", "dy", dy, *x.shape)
-    return _LAYER_NORM.vjp(dy, x, scale, jnp.zeros_like(scale), eps=eps, center=True, implementation=implementation)
+    op = "layer_norm_backward"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    shape, (*arrays, dy) = _check(op, axis, eps, x, scale, dy=dy)
+    dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=eps, center=True, implementation=implementation)
+    return dx.reshape(shape), *(a.reshape(_row_shape(axis, shape)) for a in parameters)
 
 
-def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None) -> Rows:
+def rms_norm(
+    x: AnyRows,
+    scale: AnyParameter | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | Sequence[int] = -1,
+    implementation: Implementation = None,
+) -> Rows:
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
     becomes NaN.
 
     Args:
       x: rows, with any leading axes.
-      scale: one value per column.
+      scale: one value per column; None for ones.
       eps: a number that is added to the mean of the squares.
+      axis: the last axis, or several last axes, which are then a row. Scale has the shape of a row.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
@@ -289,12 +313,18 @@ def rms_norm(x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementati
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
-    x, scale = check("rms_norm", eps, x=x, scale=scale)
-    return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation)
+    shape, (x, scale, _) = _check("rms_norm", axis, eps, x, scale)
+    return _RMS_NORM(x, scale, None, eps=eps, center=False, implementation=implementation).reshape(shape)
 
 
 def rms_norm_backward(
-    dy: AnyRows, x: AnyRows, scale: AnyParameter, eps: float = 1e-5, *, implementation: Implementation = None
+    dy: AnyRows,
+    x: AnyRows,
+    scale: AnyParameter | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | Sequence[int] = -1,
+    implementation: Implementation = None,
 ) -> tuple[Rows, Parameter]:
     """Gradients of `rms_norm`. With `t = dy * scale`, `x̂ = x * inv_rms` and `inv_rms = 1 / sqrt(mean(x²) + eps)`,
 
@@ -304,7 +334,7 @@ def rms_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      x, scale, eps: as in the forward.
+      x, scale, eps, axis: as in the forward.
 
     Returns:
       (dx, dscale), in the shapes and dtypes of x and scale. Half precisions are summed in float32.
@@ -312,9 +342,33 @@ def rms_norm_backward(
     Raises:
       TypeError, ValueError: as in `layer_norm`.
     """
-    dy, x, scale = check("rms_norm_backward", eps, dy=dy, x=x, scale=scale)
-    checks.shape("rms_norm_backward", "dy", dy, *x.shape)
-    return _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
+    op = "rms_norm_backward"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    shape, (x, scale, _, dy) = _check(op, axis, eps, x, scale, dy=dy)
+    dx, dscale = _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
+    return dx.reshape(shape), dscale.reshape(_row_shape(axis, shape))
+
+
+def _check(op, axis, eps, x, scale, bias=None, dy=None):
+    """Return x's shape, and x, scale, bias, and dy if it is given, with the axes of a row combined to one."""
+    (x,) = checks.floating(op, x=x)
+    axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
+    if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):
+        raise ValueError(f"{op}: axis is {axis!r}; wants the last axis or several last axes")
+    if dy is not None:
+        checks.shape(op, "dy", dy, *x.shape)
+    size = x.shape[axes[0] :] if x.ndim else (1,)
+    arrays = dict(x=x, dy=dy) if dy is not None else dict(x=x)
+    if len(axes) > 1:
+        arrays = {name: a.reshape(*a.shape[: axes[0]], math.prod(size)) for name, a in arrays.items()}
+    check(op, eps, **arrays)
+    parameters = checks.scale_and_bias(op, x, size, scale, bias)
+    first, *others = arrays.values()
+    return x.shape, (first, *(a.reshape(math.prod(size)) for a in parameters), *others)
+
+
+def _row_shape(axis, shape):
+    return [shape[i] for i in checks.axes("layer_norm", axis, len(shape))]
 
 
 def check(op, eps, **arrays):

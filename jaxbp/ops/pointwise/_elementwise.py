@@ -4,6 +4,7 @@ Half precisions are computed in float32. Gradients are summed over the axes alon
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,48 @@ class Elementwise(Pair):
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
         return self.vjp(dy, *values, implementation=implementation, **options)
+
+
+class WithNumber:
+    """A pair of element-wise formulas with a number, such as a slope, which is static or an array of shape ().
+
+    Args:
+      number: the name of the number.
+      forward: `forward(*arrays, number)`, in jnp.
+      gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
+      number_gradient: the same for the gradient with respect to the number, which is summed over all elements.
+    """
+
+    def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
+        self.number = number
+        self.of_array = Elementwise(
+            name, forward, lambda dy, *arrays: (*gradient(dy, *arrays), number_gradient(dy, *arrays))
+        )
+        self.static = Elementwise(
+            name,
+            lambda *arrays, **options: forward(*arrays, options[number]),
+            lambda dy, *arrays, **options: gradient(dy, *arrays, options[number]),
+        )
+
+    def of(self, implementation: Implementation, arrays: dict[str, Any], value: Any, low: float = -math.inf) -> Array:
+        """Check the arrays and the number, which is at least `low`, and call the op."""
+        value = checks.number_or_array(self.static.name, self.number, value, low)
+        if isinstance(value, float):
+            return self.static.of(implementation, arrays, **{self.number: value})
+        return self.of_array(*checks.floating(self.static.name, **arrays), value, implementation=implementation)
+
+    def backward_of(
+        self, implementation: Implementation, dy: Any, arrays: dict[str, Any], value: Any, low: float = -math.inf
+    ) -> Any:
+        """Check the arguments, and return the gradients with respect to the arrays."""
+        op = self.static.vjp.name
+        value = checks.number_or_array(op, self.number, value, low)
+        if isinstance(value, float):
+            return self.static.backward_of(implementation, dy, arrays, **{self.number: value})
+        dy, *values = checks.floating(op, dy=dy, **arrays)
+        checks.shape(op, "dy", dy, *values[0].shape)
+        *gradients, _ = self.of_array.vjp(dy, *values, value, implementation=implementation)
+        return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
 
 def _of_full_rank(dy, *arrays):

@@ -9,10 +9,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.numerics import exponentials, largest_and_total, upcast
+from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
+from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, AUTODIFF_ON_GPU, fused_pair
-from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 from pallas_kernels.pointwise.reductions import sum_over
@@ -61,24 +61,41 @@ def relu_backward(
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
-_LEAKY_RELU = Elementwise(
-    "leaky_relu",
-    lambda x, *, negative_slope: jnp.where(x > 0, x, negative_slope * x),
-    lambda dy, x, *, negative_slope: jnp.where(x > 0, dy, negative_slope * dy),
-)
-_PRELU = Elementwise(
-    "prelu",
-    lambda x, alpha: jnp.where(x > 0, x, lax.broadcast_to_rank(alpha, x.ndim) * x),
-    lambda dy, x, alpha: (
-        jnp.where(x > 0, dy, lax.broadcast_to_rank(alpha, x.ndim) * dy),
-        jnp.where(x > 0, 0.0, dy * x),
-    ),
-)
-_ELU = Elementwise(
-    "elu",
-    lambda x, *, alpha: jax.nn.elu(x, alpha),
-    lambda dy, x, *, alpha: dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),
-)
+
+
+def _leaky_relu(x, slope):
+    return jnp.where(x > 0, x, slope * x)
+
+
+def _leaky_relu_gradient(dy, x, slope):
+    return (jnp.where(x > 0, dy, slope * dy),)
+
+
+def _slope_gradient(dy, x, slope):
+    return jnp.where(x > 0, 0.0, dy * x)
+
+
+def _elu_gradient(dy, x, alpha):
+    return (dy * jnp.where(x > 0, 1.0, alpha * jnp.exp(jnp.where(x > 0, 0.0, x))),)
+
+
+def _alpha_gradient(dy, x, alpha):
+    return dy * jnp.where(x > 0, 0.0, jnp.exp(jnp.where(x > 0, 0.0, x)) - 1)
+
+
+_LEAKY_RELU = WithNumber("leaky_relu", "negative_slope", _leaky_relu, _leaky_relu_gradient, _slope_gradient)
+
+
+def _prelu(x, alpha):
+    return _leaky_relu(x, lax.broadcast_to_rank(alpha, x.ndim))
+
+
+def _prelu_gradients(dy, x, alpha):
+    return *_leaky_relu_gradient(dy, x, lax.broadcast_to_rank(alpha, x.ndim)), _slope_gradient(dy, x, alpha)
+
+
+_PRELU = Elementwise("prelu", _prelu, _prelu_gradients)
+_ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
@@ -136,20 +153,22 @@ _MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, default=AU
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 
-def _normalised(name, function, term, default=AUTODIFF_ON_CPU):
-    """Return a pair for `softmax` or `log_softmax` over axes.
+def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
+    """Return a pair for `softmax` or `log_softmax` over axes. `excluded` is the result for excluded elements.
 
     The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward saves x for the
     backward, not its result, because the result is rounded.
     """
 
-    def forward(x, *, axis):
-        return function(upcast(x), axis=axis).astype(x.dtype)
+    def forward(x, where, *, axis):
+        y = function(upcast(exclude(where, x, axis)), axis=axis)
+        return select(where, y, excluded).astype(x.dtype)
 
-    def formula(dy, x, *, axis):
-        e, total = exponentials(x, axis)
-        c = term(upcast(dy), e / total)
-        return (c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)).astype(x.dtype)
+    def formula(dy, x, where, *, axis):
+        e, total = exponentials(exclude(where, x, axis), axis)
+        c = term(upcast(select(where, dy, 0)), e / total)
+        dx = c - e * (jnp.sum(c, axis=axis, keepdims=True) / total)
+        return select(where, dx.astype(x.dtype), 0), None
 
     def terms(dy, x, largest, total):
         return term(dy, jnp.exp(x - largest) / total)
@@ -157,17 +176,21 @@ def _normalised(name, function, term, default=AUTODIFF_ON_CPU):
     def gradient(dy, x, largest, total, s):
         return terms(dy, x, largest, total) - jnp.exp(x - largest) / total * s
 
-    def kernel(dy, x, *, axis):
-        arrays = dy, x, *largest_and_total(x, axis)
-        return elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
+    def kernel(dy, x, where, *, axis):
+        x = exclude(where, x, axis)
+        arrays = select(where, dy, 0), x, *largest_and_total(x, axis)
+        dx = elementwise(gradient, *arrays, sum_over(terms, *arrays, axes=axis))
+        return select(where, dx, 0), None
 
     return fused_pair(
         forward, {"xla": formula, "pallas": kernel}, name=name, default=default, default_vjp=AUTODIFF_ON_CPU
     )
 
 
-_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p)
-_LOG_SOFTMAX = _normalised("log_softmax", jax.nn.log_softmax, lambda dy, p: dy, default=AUTODIFF_EVERYWHERE)
+_SOFTMAX = _normalised("softmax", jax.nn.softmax, lambda dy, p: dy * p, excluded=0.0)
+_LOG_SOFTMAX = _normalised(
+    "log_softmax", jax.nn.log_softmax, lambda dy, p: dy, excluded=-math.inf, default=AUTODIFF_EVERYWHERE
+)
 
 
 def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
@@ -190,26 +213,20 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
     return _TANH.backward_of(implementation, dy, {"x": x})
 
 
-def leaky_relu(x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None) -> Floats:
-    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
+def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`. The slope is a number, or an array of shape (), which has
+    a gradient.
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
-    return _LEAKY_RELU.of(
-        implementation, {"x": x}, negative_slope=checks.number("leaky_relu", "negative_slope", negative_slope)
-    )
+    return _LEAKY_RELU.of(implementation, {"x": x}, negative_slope)
 
 
 def leaky_relu_backward(
-    dy: AnyFloats, x: AnyFloats, negative_slope: float = 0.01, *, implementation: Implementation = None
+    dy: AnyFloats, x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None
 ) -> Floats:
     """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`. At 0 it is negative_slope dy."""
-    return _LEAKY_RELU.backward_of(
-        implementation,
-        dy,
-        {"x": x},
-        negative_slope=checks.number("leaky_relu_backward", "negative_slope", negative_slope),
-    )
+    return _LEAKY_RELU.backward_of(implementation, dy, {"x": x}, negative_slope)
 
 
 def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
@@ -244,18 +261,19 @@ def _check_alpha(op, x, alpha):
         raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants a shape that broadcasts to x's, {x.shape}")
 
 
-def elu(x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
-    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
+def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`. alpha is a number, or an array of shape (),
+    which has a gradient.
 
     Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
     units", ICLR 2016.
     """
-    return _ELU.of(implementation, {"x": x}, alpha=checks.number("elu", "alpha", alpha))
+    return _ELU.of(implementation, {"x": x}, alpha)
 
 
-def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: float = 1.0, *, implementation: Implementation = None) -> Floats:
+def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
     """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
-    return _ELU.backward_of(implementation, dy, {"x": x}, alpha=checks.number("elu_backward", "alpha", alpha))
+    return _ELU.backward_of(implementation, dy, {"x": x}, alpha)
 
 
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
@@ -323,34 +341,69 @@ def softplus_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementa
     return _SOFTPLUS.backward_of(implementation, dy, {"x": x})
 
 
-def softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
-    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted first."""
-    (x,) = checks.floating("softmax", x=x)
-    return _SOFTMAX(x, implementation=implementation, axis=checks.axes("softmax", axis, x.ndim))
+def softmax(
+    x: AnyFloats,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Floats:
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is subtracted first.
+
+    The sum is over the elements that `where` includes, a boolean array that broadcasts to x. For the others, y is 0.
+    Excluded elements have a gradient of 0, even if they are NaN.
+    """
+    x, where, axis = _check("softmax", axis, where, x=x)
+    return _SOFTMAX(x, where, implementation=implementation, axis=axis)
 
 
 def softmax_backward(
-    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+    dy: AnyFloats,
+    x: AnyFloats,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x, without rounding to x's dtype."""
-    op = "softmax_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    checks.shape(op, "dy", dy, *x.shape)
-    return _SOFTMAX.vjp(dy, x, implementation=implementation, axis=checks.axes(op, axis, x.ndim))
+    dy, x, where, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
+    return _SOFTMAX.vjp(dy, x, where, implementation=implementation, axis=axis)
 
 
-def log_softmax(x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None) -> Floats:
-    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over one or several axes. The largest x is subtracted
-    first."""
-    (x,) = checks.floating("log_softmax", x=x)
-    return _LOG_SOFTMAX(x, implementation=implementation, axis=checks.axes("log_softmax", axis, x.ndim))
+def log_softmax(
+    x: AnyFloats,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Floats:
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is
+    subtracted first.
+
+    The sum is over the elements that `where` includes, a boolean array that broadcasts to x. For the others, y is -inf.
+    Excluded elements have a gradient of 0, even if they are NaN.
+    """
+    x, where, axis = _check("log_softmax", axis, where, x=x)
+    return _LOG_SOFTMAX(x, where, implementation=implementation, axis=axis)
 
 
 def log_softmax_backward(
-    dy: AnyFloats, x: AnyFloats, axis: int | Sequence[int] = -1, *, implementation: Implementation = None
+    dy: AnyFloats,
+    x: AnyFloats,
+    axis: int | Sequence[int] | None = -1,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`. It computes y from x, without rounding to x's dtype."""
-    op = "log_softmax_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    checks.shape(op, "dy", dy, *x.shape)
-    return _LOG_SOFTMAX.vjp(dy, x, implementation=implementation, axis=checks.axes(op, axis, x.ndim))
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, where both dy of an excluded element and its dx are 0.
+    It computes y from x, without rounding to x's dtype."""
+    dy, x, where, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
+    return _LOG_SOFTMAX.vjp(dy, x, where, implementation=implementation, axis=axis)
+
+
+def _check(op, axis, where, **arrays):
+    """Return the arrays, `where`, and the axes, after checking them."""
+    *dy, x = checks.floating(op, **arrays)
+    if dy:
+        checks.shape(op, "dy", *dy, *x.shape)
+    return *dy, x, checks.mask(op, where, x.shape), checks.axes(op, axis, x.ndim)

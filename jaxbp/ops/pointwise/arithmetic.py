@@ -1,15 +1,17 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). The result
-has that dtype. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every
-backward is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`. Each has the shape of its
-argument, and is summed over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a
-ValueError.
+Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). One of them
+may be a Python number, which gets the dtype of the other. The result has that dtype. `implementation` is "pallas",
+"xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`, the gradient with respect to
+the result. A backward returns `(dx1, dx2)`. Each has the shape of its argument, and is summed over the axes along which
+the argument is broadcast. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -20,8 +22,8 @@ from jaxbp.ops.pointwise._elementwise import Elementwise
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
-X1 = Float[AnyArray, "*shape1"]
-X2 = Float[AnyArray, "*shape2"]
+X1 = Float[AnyArray, "*shape1"] | float
+X2 = Float[AnyArray, "*shape2"] | float
 Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
@@ -148,39 +150,53 @@ _MINIMUM = Elementwise(
 )
 
 
+def _operands(x1, x2):
+    """Return x1 and x2 by their names. A Python number gets the dtype of the other argument. So does an array that a
+    transformation made from a Python number, if the other argument has a dtype of its own."""
+    arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
+    if not arrays:
+        return {"x1": x1, "x2": x2}
+    dtype = next((x.dtype for x in arrays if not _adapts(x)), arrays[0].dtype)
+    return {name: jnp.asarray(x, dtype) if _adapts(x) else x for name, x in (("x1", x1), ("x2", x2))}
+
+
+def _adapts(x):
+    return checks.is_number(x) or (isinstance(x, Array) and jax.typeof(x).weak_type)
+
+
 def add(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Sum, `y = x1 + x2`."""
-    return _ADD.of(implementation, {"x1": x1, "x2": x2})
+    return _ADD.of(implementation, _operands(x1, x2))
 
 
 def add_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `add`: `dx1 = dy`, `dx2 = dy`."""
-    return _ADD.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _ADD.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def subtract(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Difference, `y = x1 - x2`."""
-    return _SUBTRACT.of(implementation, {"x1": x1, "x2": x2})
+    return _SUBTRACT.of(implementation, _operands(x1, x2))
 
 
 def subtract_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `subtract`: `dx1 = dy`, `dx2 = -dy`."""
-    return _SUBTRACT.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _SUBTRACT.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def multiply(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Product, `y = x1 x2`."""
-    return _MULTIPLY.of(implementation, {"x1": x1, "x2": x2})
+    return _MULTIPLY.of(implementation, _operands(x1, x2))
 
 
 def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `multiply`: `dx1 = dy x2`, `dx2 = dy x1`."""
-    return _MULTIPLY.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _MULTIPLY.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Quotient, `y = x1 / x2`. It is infinite where x2 is 0, and NaN where both are 0."""
-    return _DIVIDE.of(implementation, {"x1": x1, "x2": x2})
+    return _DIVIDE.of(implementation, _operands(x1, x2))
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
@@ -188,7 +204,7 @@ def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementa
 
     Where x2 is 0, they are infinite, or NaN as in IEEE arithmetic (0 / 0). No denominator is clamped.
     """
-    return _DIVIDE.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _DIVIDE.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
@@ -196,7 +212,7 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
     `0 ** 0` is 1. 0 to a negative power is infinite. A negative number to a non-integer power is NaN.
     """
-    return _POWER.of(implementation, {"x1": x1, "x2": x2})
+    return _POWER.of(implementation, _operands(x1, x2))
 
 
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
@@ -206,12 +222,12 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
     inf for x2 between 0 and 1, and infinite for x2 < 0. Where x1 is 0, dx2 is dy times 0 for x2 > 0, and otherwise dy
     times -inf, which is the limit for x1 from the right. Where x1 is negative, dx2 is NaN.
     """
-    return _POWER.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Element-wise maximum, `y = max(x1, x2)`; NaN if either element is NaN."""
-    return _MAXIMUM.of(implementation, {"x1": x1, "x2": x2})
+    return _MAXIMUM.of(implementation, _operands(x1, x2))
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
@@ -219,12 +235,12 @@ def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implement
 
     Two equal elements get half of `dy` each.
     """
-    return _MAXIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _MAXIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
     """Element-wise minimum, `y = min(x1, x2)`; NaN if either element is NaN."""
-    return _MINIMUM.of(implementation, {"x1": x1, "x2": x2})
+    return _MINIMUM.of(implementation, _operands(x1, x2))
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
@@ -232,7 +248,7 @@ def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implement
 
     Two equal elements get half of `dy` each.
     """
-    return _MINIMUM.backward_of(implementation, dy, {"x1": x1, "x2": x2})
+    return _MINIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:

@@ -1,74 +1,114 @@
 """Dropout. Only the key is saved, because the backward draws the same mask from the same key."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyFloats, AnyKey, Floats
+from jaxbp.common.checks import AnyFloats, AnyKey, Floats, Number
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
-def _keep(key, shape, rate):
+def _keep(key, shape, rate, broadcast_dims):
     # The probability is a float32, so that the mask is the same whether or not JAX's 64-bit mode is on.
-    return jax.random.bernoulli(key, jnp.float32(1 - rate), shape)
+    sizes = [1 if axis in broadcast_dims else size for axis, size in enumerate(shape)]
+    return jax.random.bernoulli(key, jnp.asarray(1 - rate, jnp.float32), sizes)
 
 
-def _forward(x, key, *, rate):
+def _scale(rate):
     # A rate of 1 drops every element. The condition then avoids a division by 0.
-    scale = 1 / (1 - rate) if rate < 1 else 0.0
-    return jnp.where(_keep(key, x.shape, rate), (upcast(x) * scale).astype(x.dtype), jnp.zeros((), x.dtype))
+    if isinstance(rate, float):
+        return 1 / (1 - rate) if rate < 1 else 0.0
+    kept = 1 - lax.stop_gradient(rate)
+    return jnp.where(kept > 0, 1 / jnp.where(kept > 0, kept, 1.0), 0.0)
 
 
-def _gradient(dy, key, *, rate):
-    return _forward(dy, key, rate=rate), None
+def _forward(x, key, rate_array, *, rate, broadcast_dims):
+    rate = rate if rate_array is None else rate_array
+    y = (upcast(x) * _scale(rate)).astype(x.dtype)
+    return jnp.where(_keep(key, x.shape, rate, broadcast_dims), y, jnp.zeros((), x.dtype))
 
 
-def _gradient_kernel(dy, key, *, rate):
-    scale = 1 / (1 - rate) if rate < 1 else 0.0
-    keep = _keep(key, dy.shape, rate).astype(jnp.int8)
-    return elementwise(lambda dy, keep: jnp.where(keep != 0, dy * scale, 0.0), dy, keep), None
+def _gradient(dy, key, rate_array, **options):
+    return _forward(dy, key, rate_array, **options), None, _no_gradient(rate_array)
 
 
-def _save(x, key, *, rate):
-    return _forward(x, key, rate=rate), (key,)
+def _gradient_kernel(dy, key, rate_array, *, rate, broadcast_dims):
+    rate = rate if rate_array is None else rate_array
+    keep = _keep(key, dy.shape, rate, broadcast_dims).astype(jnp.int8)
+    scale = _scale(rate)
+    array = () if rate_array is None else (scale.astype(jnp.float32),)
+    dx = elementwise(lambda dy, keep, scale=scale: jnp.where(keep != 0, dy * scale, 0.0), dy, keep, *array)
+    return dx, None, _no_gradient(rate_array)
+
+
+def _no_gradient(rate_array):
+    return None if rate_array is None else jnp.zeros_like(rate_array)
+
+
+def _save(x, key, rate_array, **options):
+    return _forward(x, key, rate_array, **options), (key, rate_array)
 
 
 _DROPOUT = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, save=_save, name="dropout")
 
 
-def dropout(x: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
+def dropout(
+    x: AnyFloats,
+    key: AnyKey,
+    rate: Number,
+    broadcast_dims: Sequence[int] = (),
+    *,
+    implementation: Implementation = None,
+) -> Floats:
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
       x: any shape and floating dtype.
       key: a key of `jax.random`. The same key drops the same elements, also in the backward.
-      rate: the probability of a 0, a number in [0, 1].
+      rate: the probability of a 0, a number in [0, 1], or an array of shape (), which has a gradient of 0.
+      broadcast_dims: axes along which all elements are dropped or kept together.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
       TypeError: x is not floating, or key is not a key.
-      ValueError: rate is not in [0, 1].
+      ValueError: rate is a number that is not in [0, 1], or broadcast_dims are not different axes of x.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """
-    x, key, rate = _check("dropout", "x", x, key, rate)
-    return _DROPOUT(x, key, rate=rate, implementation=implementation)
+    arrays, options = _check("dropout", "x", x, key, rate, broadcast_dims)
+    return _DROPOUT(*arrays, **options, implementation=implementation)
 
 
-def dropout_backward(dy: AnyFloats, key: AnyKey, rate: float, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is `dropout(dy, key, rate)`."""
-    dy, key, rate = _check("dropout_backward", "dy", dy, key, rate)
+def dropout_backward(
+    dy: AnyFloats,
+    key: AnyKey,
+    rate: Number,
+    broadcast_dims: Sequence[int] = (),
+    *,
+    implementation: Implementation = None,
+) -> Floats:
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is
+    `dropout(dy, key, rate, broadcast_dims)`."""
+    arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
     # The forward is linear in x, so the gradient does not depend on x. `vjp` therefore gets dy in place of x.
-    return _DROPOUT.vjp(dy, dy, key, rate=rate, implementation=implementation)
+    gradients = _DROPOUT.vjp(arrays[0], *arrays, **options, implementation=implementation)
+    return gradients[0] if isinstance(gradients, tuple) else gradients
 
 
-def _check(op, name, x, key, rate):
+def _check(op, name, x, key, rate, broadcast_dims):
+    """Return the arrays (x, key, rate) and the options of the pair. A rate that is a number is an option."""
     (x,) = checks.floating(op, **{name: x})
     key = checks.array(op, "key", key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not (typed and key.shape == ()) and not (key.dtype == jnp.uint32 and key.shape == (2,)):
         raise TypeError(f"{op}: key has dtype {key.dtype} and shape {key.shape}; wants one key, say jax.random.key(0)")
-    return x, key, checks.number(op, "rate", rate, 0.0, 1.0)
+    rate = checks.number_or_array(op, "rate", rate, 0.0, 1.0)
+    axes = tuple(checks.one_axis(op, "broadcast_dims", axis, x.ndim) for axis in broadcast_dims)
+    array, number = (None, rate) if isinstance(rate, float) else (rate, None)
+    return (x, key, array), dict(rate=number, broadcast_dims=tuple(sorted(axes)))

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
-from jaxbp.ops.pointwise._elementwise import Elementwise
+from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -63,17 +62,22 @@ def _x_times_log(x, log, at_zero):
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
 
-def _huber(predictions, targets, *, delta):
+def _huber(predictions, targets, delta):
     error = jnp.abs(predictions - targets)
     return jnp.where(error <= delta, 0.5 * error * error, delta * (error - 0.5 * delta))
 
 
-def _huber_gradients(dy, predictions, targets, *, delta):
+def _huber_gradients(dy, predictions, targets, delta):
     # The error is clipped by selecting one of three numbers. If it were a minimum of a maximum, the slope at a bound
     # would be a half instead of 1.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
+
+
+def _delta_gradient(dy, predictions, targets, delta):
+    error = jnp.abs(predictions - targets)
+    return dy * jnp.where(error <= delta, 0.0, error - delta)
 
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
@@ -94,16 +98,32 @@ def _log(x):
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
 
-def _sigmoid_binary_cross_entropy(logits, labels):
+def _sigmoid_binary_cross_entropy(logits, labels, pos_weight=1.0):
     def term(label, logits):
         return _x_times_log(label, jax.nn.log_sigmoid(logits), (label == 0) & (logits == -jnp.inf))
 
-    return -term(labels, logits) - term(1 - labels, -logits)
+    return -pos_weight * term(labels, logits) - term(1 - labels, -logits)
+
+
+def _weighted_gradients(log_sigmoid):
+    def gradients(dy, logits, labels, pos_weight):
+        x, y = logits, labels
+        log_p, log_not_p = log_sigmoid(x), log_sigmoid(-x)
+        dlogits = (1 - y) * jax.nn.sigmoid(x) - pos_weight * y * jax.nn.sigmoid(-x)
+        dpos_weight = jnp.where((y == 0) & (x == -jnp.inf), 0.0, y * log_p)
+        return dy * dlogits, dy * (log_not_p - pos_weight * log_p), -dy * dpos_weight
+
+    return gradients
+
+
+def _log_sigmoid_in_kernels(x):
+    """Return `ln σ(x)`, by operations that kernels support."""
+    return jnp.minimum(x, 0.0) - jnp.log(1 + jnp.exp(-jnp.abs(x)))
 
 
 _MEAN_SQUARED_ERROR = _mean_loss("mean_squared_error", jnp.square, lambda error: 2 * error)
 _MEAN_ABSOLUTE_ERROR = _mean_loss("mean_absolute_error", lambda error: error * jnp.sign(error), jnp.sign)
-_HUBER = Elementwise("huber", _huber, _huber_gradients)
+_HUBER = WithNumber("huber", "delta", _huber, _huber_gradients, _delta_gradient)
 _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
@@ -116,6 +136,12 @@ _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
     "sigmoid_binary_cross_entropy",
     _sigmoid_binary_cross_entropy,
     lambda dy, logits, labels: (dy * (jax.nn.sigmoid(logits) - labels), -dy * logits),
+)
+_WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
+    "sigmoid_binary_cross_entropy",
+    _sigmoid_binary_cross_entropy,
+    _weighted_gradients(jax.nn.log_sigmoid),
+    in_kernels=_weighted_gradients(_log_sigmoid_in_kernels),
 )
 
 
@@ -147,24 +173,29 @@ _KL_DIVERGENCE = fused_pair(
 )
 
 
-def _loss(op, implementation, options: Mapping[str, float] = {}, **arrays):
-    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss.
+def _loss(op, implementation, **arrays):
+    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss."""
+    return op(*_checked(op.name, **arrays).values(), implementation=implementation)
+
+
+def _checked(op, **arrays):
+    """Return the arrays by their names, after checking them.
 
     All arrays must have one floating dtype and one shape, except `dy`, which has the shape of the loss.
     """
-    values = dict(zip(arrays, checks.floating(op.name, **arrays), strict=True))
+    values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
         if a.shape != like.shape:
-            raise ValueError(f"{op.name}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
-    shape = () if op.name.startswith("mean_") else like.shape
-    if op.name.startswith("kl_divergence"):
+            raise ValueError(f"{op}: {name} has shape {a.shape}; wants {like.shape}, the shape of {first}")
+    shape = () if op.startswith("mean_") else like.shape
+    if op.startswith("kl_divergence"):
         if like.ndim == 0:
-            raise ValueError(f"{op.name}: {first} has shape (); wants (..., classes)")
+            raise ValueError(f"{op}: {first} has shape (); wants (..., classes)")
         shape = like.shape[:-1]
     if "dy" in values:
-        checks.shape(op.name, "dy", values["dy"], *shape)
-    return op(*values.values(), implementation=implementation, **options)
+        checks.shape(op, "dy", values["dy"], *shape)
+    return values
 
 
 def mean_squared_error(
@@ -207,31 +238,30 @@ def mean_absolute_error_backward(
 
 
 def huber(
-    predictions: AnyFloats, targets: AnyFloats, delta: float = 1.0, *, implementation: Implementation = None
+    predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
     """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
-    `e = predictions - targets` is the error.
+    `e = predictions - targets` is the error. delta is a number, or an array of shape (), which has a gradient.
 
     Raises:
       TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a number of at least 0.
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
-    delta = checks.number("huber", "delta", delta, 0.0)
-    return _loss(_HUBER, implementation, dict(delta=delta), predictions=predictions, targets=targets)
+    return _HUBER.of(implementation, _checked("huber", predictions=predictions, targets=targets), delta, low=0.0)
 
 
 def huber_backward(
     dy: AnyFloats,
     predictions: AnyFloats,
     targets: AnyFloats,
-    delta: float = 1.0,
+    delta: Number = 1.0,
     *,
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`."""
-    delta = checks.number("huber_backward", "delta", delta, 0.0)
-    return _loss(_HUBER.vjp, implementation, dict(delta=delta), dy=dy, predictions=predictions, targets=targets)
+    arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
+    return _HUBER.backward_of(implementation, arrays.pop("dy"), arrays, delta, low=0.0)
 
 
 def binary_cross_entropy(
@@ -266,28 +296,64 @@ def binary_cross_entropy_backward(
 
 
 def sigmoid_binary_cross_entropy(
-    logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+    logits: AnyFloats,
+    labels: AnyFloats,
+    *,
+    pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
+    implementation: Implementation = None,
 ) -> Floats:
-    """Cross-entropy of logits, `loss = -y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
+    """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
 
     A correct infinite logit has a loss of 0.
 
     Args:
       logits: x.
-      labels: y, in [0, 1].
+      labels: y, in [0, 1]. Integers and booleans are converted to the dtype of the logits.
+      pos_weight: w, the weight of positive labels: a number, or an array in the dtype of the logits that broadcasts to
+        them, such as one weight per class. None is 1.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
-      TypeError, ValueError: as in `mean_squared_error`.
+      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if pos_weight does not broadcast to the
+        logits.
     """
-    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY, implementation, logits=logits, labels=labels)
+    arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
+    op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY
+    return op(*arrays, implementation=implementation)
 
 
 def sigmoid_binary_cross_entropy_backward(
-    dy: AnyFloats, logits: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
+    dy: AnyFloats,
+    logits: AnyFloats,
+    labels: AnyFloats,
+    *,
+    pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
+    implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy (σ(x) - y)`, `dlabels = -dy x`."""
-    return _loss(_SIGMOID_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, logits=logits, labels=labels)
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
+    `dlabels = dy (ln σ(-x) - w ln σ(x))`. For w = 1, they are `dy (σ(x) - y)` and `-dy x`."""
+    op = "sigmoid_binary_cross_entropy_backward"
+    arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
+    vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
+    return vjp(*arrays, implementation=implementation)[:2]
+
+
+def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
+    """Return the checked arrays. The last one is pos_weight, unless it is None."""
+    if hasattr(labels, "dtype") and (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
+        (logits,) = checks.floating(op, logits=logits)
+        labels = jnp.asarray(labels, logits.dtype)
+    arrays = _checked(op, **dy, logits=logits, labels=labels)
+    logits = arrays["logits"]
+    if checks.is_number(pos_weight):
+        pos_weight = jnp.asarray(pos_weight, logits.dtype)
+    if pos_weight is None:
+        return tuple(arrays.values())
+    _, pos_weight = checks.floating(op, logits=logits, pos_weight=pos_weight)
+    if checks.broadcast(op, logits=logits, pos_weight=pos_weight) != logits.shape:
+        got = f"{op}: pos_weight has shape {pos_weight.shape}"
+        raise ValueError(f"{got}; wants a shape that broadcasts to the logits', {logits.shape}")
+    return *arrays.values(), pos_weight
 
 
 def kl_divergence(

@@ -1,9 +1,11 @@
 """Reductions over any axes.
 
 Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy`, `axis` (one int, several, or None for
-all) and `keepdims` (whether the reduced axes stay, with size 1). It returns an array in a's dtype. Half precisions are
-summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every backward takes `dy`,
-the gradient with respect to the result, and returns `da`. Invalid arguments raise a TypeError or a ValueError.
+all) and `keepdims` (whether the reduced axes stay, with size 1). `where` is a boolean array that broadcasts to a, or
+None. Excluded elements have a gradient of 0, even if they are NaN. The functions return an array in a's dtype. Half
+precisions are summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every
+backward takes `dy`, the gradient with respect to the result, and returns `da`. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import functools
@@ -16,8 +18,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
-from jaxbp.common.checks import AnyArray, AnyFloats, Floats
-from jaxbp.common.numerics import largest_and_total, mean_and_rest, upcast
+from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
+from jaxbp.common.numerics import largest_and_total, mean_and_rest, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -46,6 +48,16 @@ def _reduced(function):
     return forward
 
 
+def _reduced_where(function, excluded):
+    """Return a forward `(a, where)` that replaces excluded elements by `excluded`, and then computes the reduction like
+    `_reduced`."""
+
+    def forward(a, where, **options):
+        return _reduced(function)(select(where, a, excluded), **options)
+
+    return forward
+
+
 def _spread(scale):
     """Return the backward of a sum of n elements that is multiplied by `scale(n)`: at every position, the gradient is
     `dy * scale(n)`."""
@@ -61,22 +73,23 @@ def _spread(scale):
     return {"xla": formula, "pallas": kernel}
 
 
-def _elementwise_gradient(formula, statistics):
+def _elementwise_gradient(formula, statistics, excluded):
     """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, where `formula` is an element-wise
-    function.
+    function. In `a`, excluded elements are replaced by `excluded`.
 
     The backward recomputes the statistics, because the result of the forward is rounded to a's dtype. If the forward is
     in the same program, XLA computes the statistics only once.
     """
 
-    def in_jnp(dy, a, *, axis, keepdims, shape, **options):
-        wide, wide_dy = upcast(a), upcast(_keep_axes(dy, shape, axis))
-        da = formula(wide_dy, wide, *statistics(wide, axis), count=_count(shape, axis), **options)
-        return da.astype(dy.dtype)
+    def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
+        wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
+        da = formula(wide_dy, wide, *statistics(wide, axis), **options)
+        return select(where, da.astype(dy.dtype), 0), None
 
-    def kernel(dy, a, *, axis, keepdims, shape, **options):
-        bound = functools.partial(formula, count=_count(shape, axis), **options)
-        return elementwise(bound, _keep_axes(dy, shape, axis), a, *statistics(a, axis), shape=shape)
+    def kernel(dy, a, where, *, axis, keepdims, shape, **options):
+        bound, a = functools.partial(formula, **options), select(where, a, excluded)
+        da = elementwise(bound, _keep_axes(dy, shape, axis), a, *statistics(a, axis), shape=shape)
+        return select(where, da, 0), None
 
     return {"xla": in_jnp, "pallas": kernel}
 
@@ -96,10 +109,46 @@ _MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean"
 # ------------------------------------------------------------------------------------------- variance, and log-sum-exp
 
 
-def _var_gradient(dy, a, mean, rest, *, count, ddof):
-    if count <= ddof:  # the gradient is NaN for every dy, so its derivative with respect to dy is 0
+def _var(a, where, *, axis, keepdims, shape, ddof):
+    var = functools.partial(jnp.var, axis=axis, keepdims=keepdims, ddof=ddof, where=where)
+    return var(upcast(select(where, a, 0))).astype(a.dtype)
+
+
+def _var_formula(dy, a, where, *, axis, keepdims, shape, ddof):
+    wide = upcast(select(where, a, 0))
+    count = _count(shape, axis) if where is None else _included_count(where, shape, axis, True)
+    da = _var_gradient(
+        upcast(_keep_axes(dy, shape, axis)), wide, *mean_and_rest(wide, axis, where), _weight(count, ddof)
+    )
+    return select(where, da.astype(dy.dtype), 0), None
+
+
+def _var_kernel(dy, a, where, *, axis, keepdims, shape, ddof):
+    formula = functools.partial(_var_gradient, weight=_weight(_count(shape, axis), ddof))
+    return elementwise(formula, _keep_axes(dy, shape, axis), a, *mean_and_rest(a, axis), shape=shape), None
+
+
+def _weight(count, ddof):
+    """Return `2 / (count - ddof)`, or NaN if there are too few elements. The count is an int or an array."""
+    if isinstance(count, int):
+        return 2.0 / (count - ddof) if count > ddof else math.nan
+    return jnp.where(count > ddof, 2.0 / (count - ddof), math.nan)
+
+
+def _var_gradient(dy, a, mean, rest, weight):
+    if isinstance(weight, float) and math.isnan(weight):  # the gradient is NaN for every dy
         return jnp.full_like(a, math.nan)
-    return dy * ((a - mean) - rest) * (2.0 / (count - ddof))
+    return dy * ((a - mean) - rest) * weight
+
+
+def _unsupported_var(a, where, **options):
+    return "where" if where is not None else checks.unsupported(a)
+
+
+def _included_count(where, shape, axis, keepdims):
+    """Return the number of elements that `where` includes in each result, in float32 or wider."""
+    included = jnp.broadcast_to(where, shape)
+    return jnp.sum(included, axis=axis, keepdims=keepdims).astype(jnp.result_type(float))
 
 
 def _largest_and_positive_total(a, axis):
@@ -120,14 +169,14 @@ def _logsumexp(a, axis, keepdims):
     return y if keepdims else jnp.squeeze(y, axis)
 
 
-def _logsumexp_gradient(dy, a, largest, total, *, count):
+def _logsumexp_gradient(dy, a, largest, total):
     return jnp.exp(a - largest) * (dy / total)
 
 
-_VAR = fused_pair(_reduced(jnp.var), _elementwise_gradient(_var_gradient, mean_and_rest), name="var")
+_VAR = fused_pair(_var, {"xla": _var_formula, "pallas": _var_kernel}, name="var", unsupported=_unsupported_var)
 _LOGSUMEXP = fused_pair(
-    _reduced(_logsumexp),
-    _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total),
+    _reduced_where(_logsumexp, -math.inf),
+    _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total, -math.inf),
     name="logsumexp",
     default=AUTODIFF_ON_CPU,
 )
@@ -143,18 +192,35 @@ def _places(shape, axis):
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
 
+def _extreme(reduction, neutral, exceeds):
+    """Return the forward of `max` or `min`.
+
+    Args:
+      reduction: `jnp.max` or `jnp.min`.
+      neutral: the result of a reduction of nothing.
+      exceeds: `jnp.greater` or `jnp.less`. `initial` is the result if it exceeds all elements. At equal numbers, the
+        gradient goes to the array.
+    """
+
+    def forward(a, where, *, initial, **options):
+        y = _reduced_where(reduction, neutral)(a, where, **options)
+        return y if initial in (None, neutral) else jnp.where(exceeds(initial, y), jnp.asarray(initial, y.dtype), y)
+
+    return forward
+
+
 def _save_first(forward):
     """Return a function `save` for `Pair` that keeps the index of the first maximum or minimum. The gradient needs only
     dy and this index."""
 
-    def save(a, *, axis, keepdims, shape):
+    def save(a, where, *, axis, keepdims, shape, initial):
         @jax.custom_jvp
-        def extreme(a):
-            return forward(a, axis=axis, keepdims=True, shape=shape)
+        def extreme(a, where):
+            return forward(a, where, axis=axis, keepdims=True, shape=shape, initial=initial)
 
-        def index_of(a, y):
+        def index_of(a, where, y):
             # This reduction is faster than argmax. If y is NaN, it finds the index of the first NaN.
-            is_extreme = (a == y) | (jnp.isnan(a) & jnp.isnan(y))
+            is_extreme = select(where, (a == y) | (jnp.isnan(a) & jnp.isnan(y)), False)
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
@@ -163,30 +229,29 @@ def _save_first(forward):
             # that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
-            return y, jnp.sum(jnp.where(selected, *tangents, 0), axis=axis, keepdims=True)
+            return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)
 
-        y = extreme(a)
-        index = jnp.squeeze(index_of(a, y), axis)
+        y = extreme(a, where)
+        index = jnp.squeeze(index_of(a, where, y), axis)
         return y if keepdims else y.reshape(index.shape), (index,)
 
     return save
 
 
-def _to_place(dy, index, *, axis, keepdims, shape):
+def _to_place(dy, index, *, axis, keepdims, shape, initial):
     selected = _places(shape, axis) == _keep_axes(index, shape, axis)
-    return jnp.where(selected, _keep_axes(dy, shape, axis), jnp.zeros((), dy.dtype))
+    return jnp.where(selected, _keep_axes(dy, shape, axis), jnp.zeros((), dy.dtype)), None
 
 
-def _to_place_kernel(dy, index, *, axis, keepdims, shape):
+def _to_place_kernel(dy, index, *, axis, keepdims, shape, initial):
     def formula(dy, index, place):
         return jnp.where(place == index, dy, 0.0)
 
-    return elementwise(
-        formula, _keep_axes(dy, shape, axis), _keep_axes(index, shape, axis), _places(shape, axis), shape=shape
-    )
+    arrays = _keep_axes(dy, shape, axis), _keep_axes(index, shape, axis), _places(shape, axis)
+    return elementwise(formula, *arrays, shape=shape), None
 
 
-_max, _min = _reduced(jnp.max), _reduced(jnp.min)
+_max, _min = _extreme(jnp.max, -math.inf, jnp.greater), _extreme(jnp.min, math.inf, jnp.less)
 _TO_PLACE = {"xla": _to_place, "pallas": _to_place_kernel}
 _MAX = fused_pair(_max, _TO_PLACE, save=_save_first(_max), name="max")
 _MIN = fused_pair(_min, _TO_PLACE, save=_save_first(_min), name="min")
@@ -195,55 +260,102 @@ _MIN = fused_pair(_min, _TO_PLACE, save=_save_first(_min), name="min")
 # ------------------------------------------------------------------------------------------------ the public functions
 
 
-def _reduce(op, implementation, a, axis, keepdims, **options):
+def _reduce(op, implementation, a, axis, keepdims, where, **options):
     (a,) = checks.floating(op.name, a=a)
-    axis = checks.axes(op.name, axis, a.ndim)
+    axis, where = checks.axes(op.name, axis, a.ndim), checks.mask(op.name, where, a.shape)
     if op in (_MAX, _MIN, _LOGSUMEXP) and _count(a.shape, axis) == 0:
         raise ValueError(f"{op.name}: a has shape {a.shape}; wants at least one element along axis {axis}")
-    return op(a, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
+    options = dict(axis=axis, keepdims=bool(keepdims), shape=a.shape, implementation=implementation) | options
+    if op not in (_SUM, _MEAN):
+        return op(a, where, **options)
+    if where is None:
+        return op(a, **options)
+    total = _SUM.named(op.name)(select(where, upcast(a), 0), **options)
+    return (total / _divisor(op, where, a.shape, axis, keepdims)).astype(a.dtype)
 
 
-def _backward(op, implementation, dy, a, axis, keepdims, **options):
+def _backward(op, implementation, dy, a, axis, keepdims, where, **options):
     dy, a = checks.floating(op.name, dy=dy, a=a)
-    axis = checks.axes(op.name, axis, a.ndim)
+    axis, where = checks.axes(op.name, axis, a.ndim), checks.mask(op.name, where, a.shape)
     reduced = (1 if i in axis else size for i, size in enumerate(a.shape) if keepdims or i not in axis)
     checks.shape(op.name, "dy", dy, *reduced)
-    arrays = (dy,) if op in (_SUM.vjp, _MEAN.vjp) else (dy, a)
-    return op(*arrays, implementation=implementation, axis=axis, keepdims=bool(keepdims), shape=a.shape, **options)
+    options = dict(axis=axis, keepdims=bool(keepdims), shape=a.shape, implementation=implementation) | options
+    if op not in (_SUM.vjp, _MEAN.vjp):
+        return op(dy, a, where, **options)
+    if where is None:
+        return op(dy, **options)
+    share = upcast(dy) / _divisor(op, where, a.shape, axis, keepdims)
+    return select(where, _SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
 
 
-def sum(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """Sum, `y = Σᵢ aᵢ`."""
-    return _reduce(_SUM, implementation, a, axis, keepdims)
+def _divisor(op, where, shape, axis, keepdims):
+    return _included_count(where, shape, axis, keepdims) if op in (_MEAN, _MEAN.vjp) else 1
+
+
+def sum(
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
+) -> Reduced:
+    """Sum, `y = Σᵢ aᵢ`. A sum of nothing is 0."""
+    return _reduce(_SUM, implementation, a, axis, keepdims, where)
 
 
 def sum_backward(
-    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    dy: AnyReduced,
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `sum`: `daᵢ = dy`. Only the shape of a is used."""
-    return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims, where)
 
 
-def mean(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """Mean of n elements, `y = 1/n Σᵢ aᵢ`."""
-    return _reduce(_MEAN, implementation, a, axis, keepdims)
+def mean(
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
+) -> Reduced:
+    """Mean of n elements, `y = 1/n Σᵢ aᵢ`, where n counts included elements. A mean of nothing is NaN."""
+    return _reduce(_MEAN, implementation, a, axis, keepdims, where)
 
 
 def mean_backward(
-    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    dy: AnyReduced,
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `mean`: `daᵢ = dy / n`. Only the shape of a is used."""
-    return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
 def var(
-    a: AnyFloats, axis: Axis = None, ddof: int = 0, keepdims: bool = False, *, implementation: Implementation = None
+    a: AnyFloats,
+    axis: Axis = None,
+    ddof: int = 0,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
 ) -> Reduced:
-    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
+    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`, where n counts included elements.
 
-    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`.
+    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not take `where`.
     """
-    return _reduce(_VAR, implementation, a, axis, keepdims, ddof=_ddof("var", ddof))
+    return _reduce(_VAR, implementation, a, axis, keepdims, where, ddof=_ddof("var", ddof))
 
 
 def var_backward(
@@ -253,63 +365,117 @@ def var_backward(
     ddof: int = 0,
     keepdims: bool = False,
     *,
+    where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
-    return _backward(_VAR.vjp, implementation, dy, a, axis, keepdims, ddof=_ddof("var_backward", ddof))
+    return _backward(_VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
 
 
-def max(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN."""
-    return _reduce(_MAX, implementation, a, axis, keepdims)
+def max(
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    initial: float | None = None,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Reduced:
+    """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN.
+
+    If `initial` is a number, y is at least this number. If `where` excludes all elements, y is `initial`, or -inf.
+    """
+    return _reduce(_MAX, implementation, a, axis, keepdims, where, initial=_initial("max", initial))
 
 
 def max_backward(
-    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    dy: AnyReduced,
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    initial: float | None = None,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
 
-    JAX's autodiff splits dy among equal maxima.
+    If `initial` is larger than all elements, da is 0. JAX's autodiff splits dy among equal maxima.
     """
-    return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims)
+    initial = _initial("max_backward", initial)
+    return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
 
-def min(a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None) -> Reduced:
-    """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN."""
-    return _reduce(_MIN, implementation, a, axis, keepdims)
+def min(
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    initial: float | None = None,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Reduced:
+    """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN.
+
+    If `initial` is a number, y is at most this number. If `where` excludes all elements, y is `initial`, or inf.
+    """
+    return _reduce(_MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
 
 
 def min_backward(
-    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    dy: AnyReduced,
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    initial: float | None = None,
+    where: AnyMask | None = None,
+    *,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
-    JAX's autodiff splits dy among equal minima.
+    If `initial` is smaller than all elements, da is 0. JAX's autodiff splits dy among equal minima.
     """
-    return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims)
+    initial = _initial("min_backward", initial)
+    return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
 
 def logsumexp(
-    a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
 ) -> Reduced:
     """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
 
-    If all elements are -inf, y is -inf, with a gradient of 0.
+    If all elements are -inf or excluded, y is -inf, with a gradient of 0.
     """
-    return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims)
+    return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims, where)
 
 
 def logsumexp_backward(
-    dy: AnyReduced, a: AnyFloats, axis: Axis = None, keepdims: bool = False, *, implementation: Implementation = None
+    dy: AnyReduced,
+    a: AnyFloats,
+    axis: Axis = None,
+    keepdims: bool = False,
+    *,
+    where: AnyMask | None = None,
+    implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, which is dy times the softmax.
 
     The softmax is computed from a, without y, because y is rounded.
     """
-    return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims)
+    return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 
 def _ddof(op, ddof):
     if not checks.is_int(ddof):
         raise ValueError(f"{op}: ddof is {ddof!r}; wants an int")
     return ddof
+
+
+def _initial(op, initial):
+    return None if initial is None else checks.number(op, "initial", initial)

@@ -201,6 +201,35 @@ SHAPES = {
         lambda: jaxbp.batch_norm(zeros(3), zeros(3), zeros(3)),
         "batch_norm: x has shape (3,); wants (batch, channels, ...)",
     ),
+    "a mask of another shape": (
+        lambda: jaxbp.softmax(zeros(2, 3), where=zeros(2, dtype="bool")),
+        "softmax: where has shape (2,); wants a shape that broadcasts to (2, 3)",
+    ),
+    "a mask of examples of another shape": (
+        lambda: jaxbp.softmax_cross_entropy(zeros(2, 3), zeros(2, dtype="int32"), where=zeros(3, dtype="bool")),
+        "softmax_cross_entropy: where has shape (3,); wants a shape that broadcasts to (2,)",
+    ),
+    "weights of positive labels": (
+        lambda: jaxbp.sigmoid_binary_cross_entropy(zeros(2, 3), zeros(2, 3), pos_weight=zeros(2)),
+        "sigmoid_binary_cross_entropy: logits (2, 3) and pos_weight (2,) do not broadcast; wants sizes that are equal "
+        "or 1, from the right",
+    ),
+    "scale of a row of two axes": (
+        lambda: jaxbp.layer_norm(zeros(2, 3, 4), zeros(4), axis=(1, 2)),
+        "layer_norm: scale has shape (4,); wants (3, 4)",
+    ),
+    "running averages": (
+        lambda: jaxbp.batch_norm(zeros(2, 3), running=(zeros(3), zeros(2))),
+        "batch_norm: running[1] has shape (2,); wants (3,)",
+    ),
+    "groups that do not divide the channels": (
+        lambda: jaxbp.group_norm(zeros(2, 6), num_groups=4),
+        "group_norm: num_groups is 4; wants a divisor of the number of channels, 6",
+    ),
+    "a vector to group_norm": (
+        lambda: jaxbp.group_norm(zeros(3)),
+        "group_norm: x has shape (3,); wants (batch, channels, ...)",
+    ),
     "scalar to flatten": (lambda: jaxbp.flatten(zeros()), "flatten: x has shape (); wants (batch, ...)"),
 }
 
@@ -238,6 +267,11 @@ DTYPES = {
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="int32"), 0.5),
         "dropout: key has dtype int32 and shape (2,); wants one key, say jax.random.key(0)",
     ),
+    "a mask of floats": (
+        lambda: jaxbp.sum(zeros(3), where=zeros(3)),
+        "sum: where has dtype float32; wants bool, say where != 0",
+    ),
+    "two numbers": (lambda: jaxbp.add(1.0, 2), "add: x1 is a float; wants an array"),
     "a list": (conv2d([[1.0]]), "conv2d: x is a list; wants an array"),
     "a list of labels": (cross_entropy(zeros(2, 3), [0, 1]), "softmax_cross_entropy: labels is a list; wants an array"),
     "a list of indices": (max_pool2d_backward(indices=[0]), "max_pool2d_backward: indices is list; wants integers"),
@@ -300,6 +334,50 @@ OPTIONS = {
     "PyTorch's spelling of gelu": (
         lambda: jaxbp.gelu(zeros(3), approximate="none"),
         "gelu: approximate is 'none'; wants True or False",
+    ),
+    "label_smoothing": (
+        lambda: jaxbp.softmax_cross_entropy(zeros(2, 3), zeros(2, 3), label_smoothing=1.5),
+        "softmax_cross_entropy: label_smoothing is 1.5; wants a number in [0.0, 1.0]",
+    ),
+    "z_loss": (
+        lambda: jaxbp.softmax_cross_entropy(zeros(2, 3), zeros(2, 3), z_loss=-1),
+        "softmax_cross_entropy: z_loss is -1; wants a number in [0.0, inf]",
+    ),
+    "initial": (
+        lambda: jaxbp.max(zeros(3), initial="0"),
+        "max: initial is '0'; wants a number in [-inf, inf]",
+    ),
+    "several slopes": (
+        lambda: jaxbp.leaky_relu(zeros(3), zeros(3)),
+        "leaky_relu: negative_slope has dtype float32 and shape (3,); wants a number",
+    ),
+    "axes to drop together": (
+        lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 0.5, (1,)),
+        "dropout: broadcast_dims is 1; wants an int in [-1, 1)",
+    ),
+    "a first axis to normalise": (
+        lambda: jaxbp.rms_norm(zeros(2, 3), axis=0),
+        "rms_norm: axis is 0; wants the last axis or several last axes",
+    ),
+    "channel_axis": (
+        lambda: jaxbp.batch_norm(zeros(2, 3), channel_axis=2),
+        "batch_norm: channel_axis is 2; wants an int in [-2, 2)",
+    ),
+    "the batch as channel_axis": (
+        lambda: jaxbp.group_norm(zeros(2, 3), channel_axis=0),
+        "group_norm: channel_axis is 0; wants another axis than the first, the batch",
+    ),
+    "no running averages": (
+        lambda: jaxbp.batch_norm(zeros(2, 3), use_running_average=True),
+        "batch_norm: running is None; wants (mean, var), because use_running_average is True",
+    ),
+    "momentum": (
+        lambda: jaxbp.batch_norm(zeros(2, 3), momentum=2),
+        "batch_norm: momentum is 2; wants a number in [0.0, 1.0]",
+    ),
+    "reverse": (
+        lambda: jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, zeros(3), reverse=1),
+        "checkpointed_scan: reverse is 1; wants True or False",
     ),
     "delta": (lambda: jaxbp.huber(zeros(3), zeros(3), -1), "huber: delta is -1; wants a number in [0.0, inf]"),
     "implementation": (

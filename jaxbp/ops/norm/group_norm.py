@@ -1,0 +1,179 @@
+"""Group normalization: each example's channels are divided into groups, and each group is normalized.
+
+With `x̂ = (x - mean) / √(var + epsilon)` and `t = dy scale`, where means are over a group of one example,
+
+    dx = (t - mean(t) - x̂ mean(t x̂)) / √(var + epsilon),    dscale = Σ dy x̂,    dbias = Σ dy,
+
+with sums over the examples and the spatial axes.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.numerics import mean_and_rest, upcast
+from jaxbp.ops._defaults import fused_pair
+from jaxbp.pairing import Implementation
+from jaxbp.sharding import batched
+from pallas_kernels.norm.statistics import inverse_root
+from pallas_kernels.pointwise.elementwise import elementwise
+from pallas_kernels.pointwise.reductions import sum_over
+
+AnyChannels = Float[AnyArray, "channels"]
+Channels = Float[Array, "channels"]
+
+# The pair's x has the groups as the axis `axis`, and the channels of a group as the next axis. Scale and bias have
+# these two axes, and size 1 along the others.
+
+
+def _over(x, axis):
+    """Return the axes over which a group is normalized: all axes except the batch and the groups."""
+    return tuple(i for i in range(1, x.ndim) if i != axis)
+
+
+def _summed(x, axis):
+    """Return the axes over which the gradients of scale and bias are summed."""
+    return tuple(i for i in range(x.ndim) if i not in (axis, axis + 1))
+
+
+def _save(x, scale, bias, *, axis, epsilon):
+    mean, rest = mean_and_rest(x, _over(x, axis))
+    centred = (upcast(x) - mean) - rest
+    inv_std = inverse_root(jnp.mean(jnp.square(centred), axis=_over(x, axis), keepdims=True), epsilon)
+    y = centred * inv_std * upcast(scale) + upcast(bias)
+    return y.astype(x.dtype), (x, scale, mean, rest, inv_std)
+
+
+def _forward(x, scale, bias, **options):
+    return _save(x, scale, bias, **options)[0]
+
+
+def _formula(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
+    arrays = *map(upcast, (dy, x, scale)), mean, rest, inv_std
+    means = (jnp.mean(a, axis=_over(x, axis), keepdims=True) for a in _terms(*arrays))
+    sums = (jnp.sum(a, axis=_summed(x, axis), keepdims=True) for a in _parameter_terms(*arrays))
+    return tuple(a.astype(x.dtype) for a in (_combine(*arrays, *means), *sums))
+
+
+def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
+    arrays, count = (dy, x, scale, mean, rest, inv_std), math.prod(x.shape[1:]) // x.shape[axis]
+    means = (a / count for a in sum_over(_terms, *arrays, axes=_over(x, axis)))
+    sums = sum_over(_parameter_terms, *arrays, axes=_summed(x, axis))
+    return tuple(a.astype(x.dtype) for a in (elementwise(_combine, *arrays, *means), *sums))
+
+
+def _terms(dy, x, scale, mean, rest, inv_std):
+    """Return t and `t x̂`, whose means over a group dx contains."""
+    t = dy * scale
+    return t, t * (((x - mean) - rest) * inv_std)
+
+
+def _parameter_terms(dy, x, scale, mean, rest, inv_std):
+    """Return `dy x̂` and dy, whose sums are dscale and dbias."""
+    return dy * (((x - mean) - rest) * inv_std), dy
+
+
+def _combine(dy, x, scale, mean, rest, inv_std, mean_t, mean_t_x):
+    return inv_std * (dy * scale - mean_t - ((x - mean) - rest) * inv_std * mean_t_x)
+
+
+_GROUP_NORM = fused_pair(
+    _forward,
+    {"xla": _formula, "pallas": _kernel},
+    save=_save,
+    name="group_norm",
+    batch_axes=batched(0, 1, 3, 4, 5),
+)
+
+
+def group_norm(
+    x: AnyFloats,
+    scale: AnyChannels | None = None,
+    bias: AnyChannels | None = None,
+    num_groups: int = 32,
+    *,
+    epsilon: float = 1e-6,
+    channel_axis: int = 1,
+    implementation: Implementation = None,
+) -> Floats:
+    """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
+    over the channels of a group and the spatial axes.
+
+    One group is a LayerNorm over all axes but the first. As many groups as channels are an instance normalization. A
+    group whose squares overflow becomes NaN.
+
+    Args:
+      x: an array whose first axis is the batch, with any number of spatial axes.
+      scale, bias: one value per channel; None for ones and zeros.
+      num_groups: the number of groups, which divides the number of channels. Neighboring channels form a group.
+      epsilon: a number of at least 0.
+      channel_axis: the axis of the channels, which is not the first.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's shape and dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: the arguments do not have one floating dtype.
+      ValueError: shapes do not fit, or numbers are out of range.
+
+    Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
+    """
+    arrays, options = _check("group_norm", num_groups, epsilon, channel_axis, x, scale, bias)
+    return _GROUP_NORM(*arrays, **options, implementation=implementation).reshape(x.shape)
+
+
+def group_norm_backward(
+    dy: AnyFloats,
+    x: AnyFloats,
+    scale: AnyChannels | None = None,
+    num_groups: int = 32,
+    *,
+    epsilon: float = 1e-6,
+    channel_axis: int = 1,
+    implementation: Implementation = None,
+) -> tuple[Floats, Channels, Channels]:
+    """Gradients of `group_norm`. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and `t = dy scale`,
+
+        dx = s (t - mean(t) - x̂ mean(t x̂)),    dscale = Σ dy x̂,    dbias = Σ dy,
+
+    with means over each group of an example, and sums over the examples and the spatial axes.
+
+    Returns:
+      (dx, dscale, dbias). This function computes the statistics from x. If `group_norm` is differentiated, it saves
+      them.
+
+    Raises:
+      TypeError, ValueError: as in `group_norm`.
+    """
+    op = "group_norm_backward"
+    dy, x = checks.floating(op, dy=dy, x=x)
+    (*arrays, dy), options = _check(op, num_groups, epsilon, channel_axis, x, scale, dy=dy)
+    dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)
+    return dx.reshape(x.shape), dscale.ravel(), dbias.ravel()
+
+
+def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, dy=None):
+    """Return x, scale, bias, and dy if it is given, with an axis of groups, and the options of the pair."""
+    (x,) = checks.floating(op, x=x)
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
+    axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
+    if axis == 0:
+        raise ValueError(f"{op}: channel_axis is {channel_axis}; wants another axis than the first, the batch")
+    channels, groups = x.shape[axis], checks.count(op, "num_groups", num_groups)
+    if channels % groups:
+        raise ValueError(f"{op}: num_groups is {groups}; wants a divisor of the number of channels, {channels}")
+    if dy is not None:
+        checks.shape(op, "dy", dy, *x.shape)
+
+    def grouped(a):
+        sizes = a.shape if a.ndim == x.ndim else [channels if i == axis else 1 for i in range(x.ndim)]
+        return a.reshape(*sizes[:axis], groups, channels // groups, *sizes[axis + 1 :])
+
+    arrays = x, *checks.scale_and_bias(op, x, (channels,), scale, bias), *(() if dy is None else (dy,))
+    return [grouped(a) for a in arrays], dict(axis=axis, epsilon=checks.number(op, "epsilon", epsilon, 0.0))

@@ -1,0 +1,525 @@
+"""Ops with the arguments of their twins in JAX, Optax, and Flax, and with values and gradients that agree with them."""
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import (
+    assert_close,
+    cuda_program,
+    draw_cotangents,
+    every_implementation,
+    floats,
+    is_float,
+    normal,
+    of_floats,
+    on_the_cpu,
+    value_and_gradients,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxbp
+
+EXAMPLES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an op, and the same call of its twin.
+
+    Attributes:
+      ours: `ours(*arrays, implementation=)`.
+      twin: `twin(*arrays)`.
+      arrays: the arguments, whose first axis is the batch.
+      masked: which of the arrays the last array, a mask, selects from.
+      unsupported: why the kernel does not take the call, or None.
+    """
+
+    ours: Callable
+    twin: Callable
+    arrays: tuple
+    masked: tuple[int, ...] = ()
+    unsupported: str | None = None
+
+
+def drawn_mask(*shape):
+    """Draw a mask that includes something along every axis."""
+    return jnp.asarray(np.random.default_rng(7).random(shape) < 0.7).at[..., 0].set(True)
+
+
+X, Y = normal((EXAMPLES, 3, 4), (EXAMPLES, 3, 4), seed=3)
+# No two numbers are so close that a finite difference swaps them, and none is at a kink.
+X = (jnp.argsort(X.ravel()).reshape(X.shape).astype(jnp.float32) - 47.5) / 24
+WEIGHTS, CLASSES = jax.nn.softmax(Y), jnp.argmax(Y, axis=-1)
+ROWS, MASK = drawn_mask(3, EXAMPLES).T, drawn_mask(EXAMPLES, 3, 4) | (Y.max(-1, keepdims=True) == Y)
+POSITIVE = jnp.abs(X) + 0.5
+
+
+def cross_entropy(*arrays, implementation, **options):
+    return jaxbp.softmax_cross_entropy(*arrays, **options, implementation=implementation)
+
+
+integer_labels, float_labels = optax.softmax_cross_entropy_with_integer_labels, optax.softmax_cross_entropy
+PER_CLASS = "where with one boolean per class, only with one per example"
+
+
+def smoothed(logits, labels, where=None):
+    return float_labels(logits, optax.smooth_labels(labels, 0.1, where=where), where=where)
+
+
+CASES = {
+    "classes": Case(cross_entropy, integer_labels, (X, CLASSES)),
+    "classes, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: integer_labels(x, y, where=where),
+        (X, CLASSES, ROWS),
+        masked=(0, 1),
+    ),
+    "classes, where of logits": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: integer_labels(x, y, where=where),
+        (X, CLASSES, MASK),
+        masked=(0,),
+        unsupported=PER_CLASS,
+    ),
+    "classes, axis": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=1, **i), lambda x, y: integer_labels(x, y, axis=1), (X, Y.argmax(1))
+    ),
+    "classes, axes": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=(-1, 1), **i),
+        lambda x, y: integer_labels(x, y, axis=(-1, 1)),
+        (X, Y.reshape(EXAMPLES, -1).argmax(1)),
+    ),
+    "classes, label_smoothing": Case(
+        lambda x, y, **i: cross_entropy(x, y, label_smoothing=0.1, **i),
+        lambda x, y: smoothed(x, jax.nn.one_hot(y, 4)),
+        (X, CLASSES),
+        unsupported="label_smoothing",
+    ),
+    "weights, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: float_labels(x, y, where=where),
+        (X, WEIGHTS, ROWS),
+        masked=(0, 1),
+    ),
+    "weights, where of logits": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
+        lambda x, y, where: float_labels(x, y, where=where),
+        (X, WEIGHTS, MASK),
+        masked=(0, 1),
+        unsupported=PER_CLASS,
+    ),
+    "weights, axes": Case(
+        lambda x, y, **i: cross_entropy(x, y, axis=(1, 2), **i),
+        lambda x, y: float_labels(x, y, axis=(1, 2)),
+        (X, WEIGHTS),
+    ),
+    "weights, label_smoothing, where": Case(
+        lambda x, y, where, **i: cross_entropy(x, y, label_smoothing=0.1, where=where, **i),
+        smoothed,
+        (X, WEIGHTS, MASK),
+        masked=(0, 1),
+        unsupported="label_smoothing",
+    ),
+    "classes, z_loss": Case(
+        lambda x, y, **i: cross_entropy(x, y, z_loss=0.1, **i),
+        lambda x, y: integer_labels(x, y) + 0.1 * jax.nn.logsumexp(x, axis=-1) ** 2,
+        (X, CLASSES),
+        unsupported="z_loss",
+    ),
+    "weights, z_loss, label_smoothing": Case(
+        lambda x, y, **i: cross_entropy(x, y, z_loss=0.1, label_smoothing=0.1, **i),
+        lambda x, y: smoothed(x, y) + 0.1 * jax.nn.logsumexp(x, axis=-1) ** 2,
+        (X, WEIGHTS),
+        unsupported="label_smoothing",
+    ),
+    "sigmoid_binary_cross_entropy": Case(
+        jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, (Y > 0).astype(jnp.int32))
+    ),
+    "sigmoid_binary_cross_entropy, pos_weight": Case(
+        lambda x, y, w, **i: jaxbp.sigmoid_binary_cross_entropy(x, y, pos_weight=w, **i),
+        lambda x, y, w: -w * y * jax.nn.log_sigmoid(x) - (1 - y) * jax.nn.log_sigmoid(-x),
+        (X, WEIGHTS, POSITIVE[0, 0]),
+    ),
+    "leaky_relu": Case(jaxbp.leaky_relu, jax.nn.leaky_relu, (X, jnp.float32(0.3))),
+    "elu": Case(jaxbp.elu, jax.nn.elu, (X, jnp.float32(0.3))),
+    "huber": Case(jaxbp.huber, lambda x, y, delta: optax.huber_loss(x, y, delta=delta), (X, Y, jnp.float32(0.7))),
+}
+
+IMAGES, CHANNELS_1, CHANNELS_2 = normal((EXAMPLES, 3, 6), (6,), (6,), seed=4)
+KEY = jax.random.key_data(jax.random.key(1))
+ROW_1, ROW_2 = normal((3, 4), (3, 4), seed=5)
+
+
+def flax_layer(layer, x, scale, bias, **statistics):
+    """Return the result of a layer of Flax with these parameters, and its running averages if it has some."""
+    layer.scale[...] = scale
+    if bias is not None:
+        layer.bias[...] = bias
+    for name, value in statistics.items():
+        getattr(layer, name)[...] = value
+    return layer(x), *((layer.mean[...], layer.var[...]) if statistics else ())
+
+
+def flax_norm(layer, *options, **keywords):
+    def twin(x, scale, bias=None, **statistics):
+        made = layer(*options, **keywords, epsilon=1e-5, rngs=nnx.Rngs(0))
+        results = flax_layer(made, x, scale, bias, **statistics)
+        return results if statistics else results[0]
+
+    return twin
+
+
+def batch_norms(**keywords):
+    ours = functools.partial(jaxbp.batch_norm, momentum=0.9, channel_axis=-1, **keywords)
+    keywords = dict(use_fast_variance=False) | keywords
+    twin = flax_norm(nnx.BatchNorm, 6, momentum=0.9, **keywords)
+    return Case(
+        lambda x, scale, bias, mean, var, **i: ours(x, scale, bias, (mean, var), **i),
+        lambda x, scale, bias, mean, var: twin(x, scale, bias, mean=mean, var=var),
+        (IMAGES, CHANNELS_1, CHANNELS_2, CHANNELS_2, CHANNELS_1**2 + 0.5),
+    )
+
+
+CASES |= {
+    "layer_norm, axes": Case(
+        lambda *a, **i: jaxbp.layer_norm(*a, axis=(-2, -1), **i),
+        lambda x, scale, bias: jax.nn.standardize(x, axis=(1, 2), epsilon=1e-5) * scale + bias,
+        (X, ROW_1, ROW_2),
+    ),
+    "layer_norm, None": Case(
+        jaxbp.layer_norm, nnx.LayerNorm(4, use_bias=False, use_scale=False, epsilon=1e-5, rngs=nnx.Rngs(0)), (X,)
+    ),
+    "layer_norm, no scale": Case(
+        lambda x, bias, **i: jaxbp.layer_norm(x, None, bias, **i),
+        lambda x, bias: jax.nn.standardize(x, epsilon=1e-5) + bias,
+        (X, ROW_1[0]),
+    ),
+    "rms_norm, axes": Case(
+        lambda *a, **i: jaxbp.rms_norm(*a, axis=(1, 2), **i),
+        lambda x, scale: jax.nn.standardize(x, axis=(1, 2), mean=0.0, epsilon=1e-5) * scale,
+        (X, ROW_1),
+    ),
+    "rms_norm, None": Case(jaxbp.rms_norm, nnx.RMSNorm(4, use_scale=False, epsilon=1e-5, rngs=nnx.Rngs(0)), (X,)),
+    "group_norm": Case(
+        lambda *a, **i: jaxbp.group_norm(*a, 2, epsilon=1e-5, channel_axis=-1, **i),
+        flax_norm(nnx.GroupNorm, 6, 2, use_fast_variance=False),
+        (IMAGES, CHANNELS_1, CHANNELS_2),
+    ),
+    "group_norm, None": Case(
+        lambda x, **i: jaxbp.group_norm(x, num_groups=3, channel_axis=2, **i),
+        nnx.GroupNorm(6, 3, use_bias=False, use_scale=False, rngs=nnx.Rngs(0)),
+        (IMAGES,),
+    ),
+    "batch_norm": batch_norms(),
+    "batch_norm, use_fast_variance": batch_norms(use_fast_variance=True),
+    "batch_norm, use_running_average": batch_norms(use_running_average=True),
+    "dropout": Case(
+        lambda x, key, **i: jaxbp.dropout(x, key, jnp.float32(0.3), **i),
+        lambda x, key: nnx.Dropout(0.3)(x, rngs=key),
+        (X, KEY),
+    ),
+    "dropout, broadcast_dims": Case(
+        lambda x, key, **i: jaxbp.dropout(x, key, 0.5, (1,), **i),
+        lambda x, key: nnx.Dropout(0.5, broadcast_dims=(1,))(x, rngs=key),
+        (X, KEY),
+    ),
+}
+
+
+def softmaxes(name, axis):
+    ours, twin = getattr(jaxbp, name), getattr(jax.nn, name)
+    return Case(
+        lambda x, where, **i: ours(x, axis, where, **i), lambda x, where: twin(x, axis, where), (X, MASK), masked=(0,)
+    )
+
+
+def reductions(name, **options):
+    ours, twin = getattr(jaxbp, name), getattr(jax.nn if name == "logsumexp" else jnp, name)
+    return Case(
+        lambda x, where, **i: ours(x, where=where, **options, **i),
+        lambda x, where: twin(x, where=where, **options),
+        (X, MASK),
+        masked=(0,),
+        unsupported="where" if name == "var" else None,
+    )
+
+
+def numbers(name):
+    ours, twin = getattr(jaxbp, name), getattr(jnp, name)
+    return Case(
+        lambda x, **i: ours(2, ours(ours(x, 1.5, **i), 1, **i), **i),
+        lambda x: twin(2, twin(twin(x, 1.5), 1)),
+        (POSITIVE,),
+    )
+
+
+for _name in ("softmax", "log_softmax"):
+    CASES |= {f"{_name}, {axis}": softmaxes(_name, axis) for axis in (-1, (1, 2), None)}
+for _name, _options in {
+    "sum": {},
+    "mean": {},
+    "logsumexp": {},
+    "var": dict(ddof=1),
+    "max": dict(initial=0.2),
+    "min": dict(initial=-0.2),
+}.items():
+    CASES |= {f"{_name}, {axis}": reductions(_name, axis=axis, **_options) for axis in (2, None)}
+    CASES[f"{_name}, keepdims"] = reductions(_name, axis=(1, -1), keepdims=True, **_options)
+CASES |= {
+    f"{name}, numbers": numbers(name)
+    for name in ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
+}
+
+every_case = pytest.mark.parametrize("name", CASES)
+every_masked = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.masked])
+
+
+@functools.cache
+def cotangents(name):
+    return draw_cotangents(CASES[name].twin, CASES[name].arrays)
+
+
+@functools.cache
+def compiled(name, implementation):
+    case = CASES[name]
+    return value_and_gradients(functools.partial(case.ours, implementation=implementation))
+
+
+@functools.cache
+def twins_result(name):
+    return value_and_gradients(CASES[name].twin)(CASES[name].arrays, cotangents(name))
+
+
+def implementations(name):
+    return ["xla"] if CASES[name].unsupported else ["xla", "pallas"]
+
+
+@every_implementation
+@every_case
+def test_values_and_gradients_are_the_twins(name, implementation):
+    case = CASES[name]
+    if implementation == "pallas" and case.unsupported:
+        with pytest.raises(NotImplementedError, match=f"'pallas' does not take {case.unsupported}; 'xla'"):
+            case.ours(*case.arrays, implementation=implementation)
+        return
+    y, gradients = compiled(name, implementation)(case.arrays, cotangents(name))
+    twins_y, twins_gradients = twins_result(name)
+    assert [a.dtype for a in (*y, *gradients)] == [a.dtype for a in (*twins_y, *twins_gradients)]
+    np.testing.assert_array_equal(jnp.isinf(y[0]), jnp.isinf(twins_y[0]))  # the logarithms of excluded probabilities
+    for i in case.masked[: len(gradients)]:  # where Optax multiplies the logarithms by 0, its gradients are NaN
+        twins_gradients[i] = jnp.where(_included(case, twins_gradients[i]), twins_gradients[i], 0)
+    assert_close((_finite(y[0]), gradients), (_finite(twins_y[0]), twins_gradients), "float32")
+
+
+def _included(case, a):
+    """Return the mask of a case, for its argument `a`."""
+    *_, where = case.arrays
+    return where if a.ndim == where.ndim else where[..., None]
+
+
+def _finite(a):
+    return jnp.where(jnp.isinf(a), 0, a)
+
+
+@every_masked
+def test_excluded_entries_are_never_read(name):
+    case = CASES[name]
+    *arrays, where = case.arrays
+    for i in case.masked:
+        arrays[i] = jnp.where(_included(case, arrays[i]), arrays[i], jnp.nan if is_float(arrays[i]) else -100)
+    for implementation in ["autodiff", *implementations(name)]:
+        run = compiled(name, implementation)
+        found, expected = (run((*a, where), cotangents(name)) for a in (arrays, case.arrays[:-1]))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        for gradient in found[1]:
+            np.testing.assert_array_equal(jnp.where(_included(case, gradient), 0, gradient), 0)
+
+
+NOTHING = {"sum": 0, "mean": np.nan, "var": np.nan, "max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
+NOTHING |= {"softmax": 0, "log_softmax": -np.inf}
+
+
+@every_implementation
+@pytest.mark.parametrize("name", NOTHING)
+def test_if_everything_is_excluded_the_gradient_is_0(name, implementation):
+    if (name, implementation) == ("var", "pallas"):
+        return  # the kernel does not take `where`
+    x, where = jnp.array([[1.0, jnp.nan, 2.0], [3.0, 4.0, 5.0]]), jnp.array([[False], [True]])
+    y, vjp = jax.vjp(lambda x: getattr(jaxbp, name)(x, -1, where=where, implementation=implementation), x)
+    np.testing.assert_array_equal(y[0], jnp.broadcast_to(NOTHING[name], y[0].shape))
+    np.testing.assert_array_equal(vjp(jnp.ones_like(y))[0][0], np.zeros(3))
+    backward = getattr(jaxbp, f"{name}_backward")
+    np.testing.assert_array_equal(backward(jnp.ones_like(y), x, -1, where=where, implementation=implementation)[0], 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+def test_a_label_whose_class_is_excluded_is_no_label(implementation):
+    logits, labels, where = jnp.ones((2, 3)), jnp.array([0, 1]), jnp.array([[False, True, True]])
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, where=where, implementation=implementation), logits)
+    np.testing.assert_allclose(loss, [np.nan, np.log(2)], rtol=1e-6)
+    np.testing.assert_array_equal(jnp.isnan(vjp(jnp.ones(2))[0]).any(-1), [True, False])
+    np.testing.assert_array_equal(vjp(jnp.array([0.0, 1.0]))[0][0], 0)
+
+
+@every_case
+def test_under_vmap_each_result_is_the_same(name):
+    case = CASES[name]
+    stacked = jax.tree.map(lambda a: jnp.stack([a, jnp.roll(a, 1)]), (case.arrays, cotangents(name)))
+    for implementation in implementations(name):
+        run = compiled(name, implementation)
+        each = [run(*jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(2)]
+        expected = jax.tree.map(lambda *a: jnp.stack(a), *each)
+        jax.tree.map(_agree, jax.vmap(run)(*stacked), expected)
+
+
+def _agree(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_case
+def test_second_derivatives_match_finite_differences(name):
+    with jax.enable_x64(True):
+        case = CASES[name]
+        arrays = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64") if is_float(a) else a, case.arrays)
+        op = of_floats(functools.partial(case.ours, implementation="xla"), arrays)
+        # The first result, because running averages have no gradient.
+        function = jax.jit(lambda *values: _finite(op(*values)[0]))
+        check_grads(function, floats(arrays), order=2, modes=("rev",))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, ("bfloat16", "float16")[i % 2]) for i, name in enumerate(CASES)])
+def test_half_precisions_stay_and_match_float32(name, dtype):
+    case = CASES[name]
+    rounded = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) and a.ndim else a, case.arrays)
+    wide = jax.tree.map(lambda a: a.astype("float32") if is_float(a) else a, rounded)
+    for implementation in implementations(name):
+        run = compiled(name, implementation)
+        y, gradients = run(rounded, [c.astype(dtype) for c in cotangents(name)])
+        expected = run(wide, [c.astype(dtype).astype("float32") for c in cotangents(name)])
+        assert [a.dtype for a in (*y, *gradients)] == [*[dtype] * len(y), *(a.dtype for a in floats(rounded))]
+        assert_close(*(jax.tree.map(_finite, tree) for tree in ((y, gradients), expected)), 2e-2)
+
+
+@pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+@every_case
+def test_on_a_mesh_the_results_are_those_of_one_device(name, axes):
+    case = CASES[name]
+    mesh = jax.make_mesh((EXAMPLES,), ("examples",), axis_types=(axes,))
+
+    def place(a):
+        spec = P("examples") if a.ndim and len(a) == EXAMPLES else P()
+        return jax.device_put(a, NamedSharding(mesh, spec))
+
+    placed = jax.tree.map(place, (case.arrays, cotangents(name)))
+    for implementation in implementations(name):
+        expected = compiled(name, implementation)(case.arrays, cotangents(name))
+        with jax.set_mesh(mesh):
+            run = value_and_gradients(functools.partial(case.ours, implementation=implementation))
+            jax.tree.map(_agree, run(*placed), expected)
+
+
+def test_all_cases_can_be_exported_to_every_platform_at_once():
+    def run(arrays):
+        return {name: CASES[name].ours(*arrays[name], implementation="xla") for name in CASES}
+
+    arrays = {name: case.arrays for name, case in CASES.items()}
+    with on_the_cpu():
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
+        jax.tree.map(_agree, exported.call(arrays), run(arrays))
+
+
+def test_kernels_of_all_cases_lower_for_cuda_without_a_gpu():
+    for name, case in CASES.items():
+        if case.unsupported is None:
+            run = value_and_gradients(functools.partial(case.ours, implementation="pallas"))
+            assert "mosaic_gpu" in cuda_program(run, case.arrays, cotangents(name)), name
+
+
+@pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
+@pytest.mark.parametrize("fast", [False, True])
+def test_batch_norm_over_devices_has_the_statistics_of_all_examples(fast):
+    mesh, arrays = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,)), (IMAGES, CHANNELS_1, CHANNELS_2)
+    options = dict(channel_axis=-1, implementation="xla", use_fast_variance=fast)
+
+    def on_each(x, scale, bias):
+        y, *running = jaxbp.batch_norm(x, scale, bias, (CHANNELS_1, CHANNELS_2), axis_name="i", **options)
+        return y, *running
+
+    sharded = jax.shard_map(on_each, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P(), P()))
+    whole = functools.partial(jaxbp.batch_norm, running=(CHANNELS_1, CHANNELS_2), **options)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(function, *arrays):
+        results = function(*arrays)
+        return results, jax.grad(lambda *arrays: jnp.sum(jnp.sin(function(*arrays)[0])), (0, 1, 2))(*arrays)
+
+    assert_close(both(sharded, *arrays), both(whole, *arrays), 1e-4 if fast else "float32")
+
+
+# ------------------------------------------------------------------------------------------------ the table of the book
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "twins.md"
+
+
+def _rows():
+    """Yield the op, the twin, and the arguments of each row in the tables of the book."""
+    for op, twin, arguments in re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \| ([^|]*)\|", PAGE.read_text(), re.M):
+        yield op, twin, re.findall(r"`(\w+)`", arguments)
+
+
+def _same():
+    """Return the ops that have the arguments of their twins, according to the book."""
+    (sentence,) = re.findall(r"^([^|.]*) have the arguments of their twins\.", PAGE.read_text(), re.M)
+    return re.findall(r"`(\w+)`", sentence)
+
+
+def _named(path):
+    root, *names = path.split(".")
+    return functools.reduce(getattr, names, {"jax": jax, "optax": optax, "flax": flax}[root])
+
+
+TWINS = {op: twin for op, twin, _ in _rows()}
+
+
+@pytest.mark.parametrize("op", TWINS)
+def test_the_book_lists_every_difference_between_the_arguments(op):
+    ours, twin = functools.reduce(getattr, op.split("."), jaxbp), _named(TWINS[op])
+    is_layer = inspect.isclass(twin)
+    our_defaults, defaults = (
+        {name: p.default for name, p in inspect.signature(f).parameters.items()}
+        for f in (ours, twin.__init__ if is_layer else twin)
+    )
+    our_defaults.pop("implementation", None)
+    different = {name for name in our_defaults.keys() & defaults.keys() if our_defaults[name] != defaults[name]}
+    listed = {name for row, _, arguments in _rows() if row == op for name in arguments}
+    if not is_layer:
+        assert listed == different | (our_defaults.keys() ^ defaults.keys())
+        return
+    # A layer also has arguments for its parameters, and an op has arguments for the arrays of a layer.
+    assert listed >= different - {"scale", "bias"}
+    assert listed <= our_defaults.keys() | defaults.keys()
+    assert our_defaults.keys() - defaults.keys() - {"x", "scale", "bias"} <= listed
+
+
+def test_ops_without_a_difference_have_the_signatures_of_their_twins():
+    for name in _same():
+        ours, twin = getattr(jaxbp, name), getattr(jax.nn if hasattr(jax.nn, name) else jnp, name)
+        *parameters, implementation = inspect.signature(ours).parameters.values()
+        assert implementation.name == "implementation"
+        wanted = inspect.signature(twin).parameters.values()
+        assert [(p.name, p.default) for p in parameters] == [(p.name, p.default) for p in wanted], name
