@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, draw_cotangents, every_implementation, in_float64, normal, value_and_gradients
+from helpers import (
+    assert_close,
+    compare_with_twin,
+    every_implementation,
+    formulas,
+    normal,
+    value_and_gradients,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,15 +33,6 @@ from jaxbp.pairing import IMPLEMENTATIONS
 
 NHWC, NWC = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 PADDINGS = ["SAME", "SAME_LOWER", "VALID", ((1, 0), (0, 2))]
-LIMITED = pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
-"""The implementations that take dilation and groups."""
-
-
-def compare(ours, twin, arrays):
-    """Compare the values and gradients of an op with its twin's, in float64."""
-    cotangents = draw_cotangents(twin, arrays)
-    expected = in_float64(value_and_gradients(twin), arrays, cotangents)
-    assert_close(value_and_gradients(ours)(arrays, cotangents), expected, "float32")
 
 
 def distinct(*shape):
@@ -56,21 +54,21 @@ def test_conv2d_is_conv_general_dilated(layout, padding, implementation):
     arrays = _in_layout(layout or ("NCHW", "OIHW"), *normal((2, 2, 6, 7), (3, 2, 3, 2)))
     common = dict(padding=padding, dimension_numbers=layout)
     ours = functools.partial(jaxbp.conv2d, stride=(1, 2), implementation=implementation, **common)
-    compare(ours, lambda x, w: lax.conv_general_dilated(x, w, (1, 2), **common), arrays)
+    compare_with_twin(ours, lambda x, w: lax.conv_general_dilated(x, w, (1, 2), **common), arrays)
 
 
 def _in_layout(layout, x, w):
     return x.transpose(*map("NCHW".index, layout[0])), w.transpose(*map("OIHW".index, layout[1]))
 
 
-@LIMITED
+@formulas
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", ((3, 1), (0, 2))], ids=str)
 def test_dilated_conv2d_in_groups_is_conv_general_dilated(padding, implementation):
     x, w = normal((2, 6, 7, 4), (3, 2, 2, 6))
     common = dict(padding=padding, dimension_numbers=NHWC)
     ours = functools.partial(jaxbp.conv2d, dilation=(2, 1), groups=2, implementation=implementation, **common)
     twin = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), rhs_dilation=(2, 1), feature_group_count=2, **common)  # noqa: E731
-    compare(ours, twin, (x, w))
+    compare_with_twin(ours, twin, (x, w))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -88,38 +86,6 @@ def test_public_backwards_of_conv2d_take_the_layout(implementation):
     assert_close(db, dy.sum((0, 1, 2)), "float32")
 
 
-@every_implementation
-@pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", "VALID", "CAUSAL", 1, ((2, 1),)], ids=str)
-def test_conv1d_is_flax_conv(padding, implementation):
-    x, w, b = normal((2, 7, 3), (3, 3, 4), (4,))
-    layer = flax.linen.Conv(4, 3, strides=2, padding=padding)
-    twin = lambda x, w, b: layer.apply({"params": {"kernel": w, "bias": b}}, x)  # noqa: E731
-    options = dict(stride=2, padding=padding, dimension_numbers=NWC, implementation=implementation)
-    compare(functools.partial(jaxbp.conv1d, **options), twin, (x, w, b))
-
-
-@LIMITED
-@pytest.mark.parametrize("dilation", [1, 2])
-def test_depthwise_causal_conv1d_is_flax_conv(dilation, implementation):
-    x, w, b = normal((2, 9, 4), (4, 1, 4), (4,))
-    layer = flax.linen.Conv(4, 4, padding="CAUSAL", feature_group_count=4, kernel_dilation=dilation)
-    twin = lambda x, w, b: layer.apply({"params": {"kernel": w, "bias": b}}, x)  # noqa: E731
-    options = dict(padding="CAUSAL", groups=4, dilation=dilation, dimension_numbers=NWC, implementation=implementation)
-    compare(functools.partial(jaxbp.conv1d, **options), twin, (x, w, b))
-    y, vjp = jax.vjp(twin, x, w, b)
-    (dy,) = normal(y.shape, seed=1)
-    assert_close(jaxbp.conv1d_backward(dy, x, w, **options), vjp(dy), "float32")
-
-
-@LIMITED
-def test_causal_conv1d_does_not_look_ahead(implementation):
-    x, w = normal((1, 2, 8), (2, 1, 4))
-    conv = functools.partial(jaxbp.conv1d, w=w, padding="CAUSAL", groups=2, implementation=implementation)
-    later = conv(x.at[:, :, 5:].set(jnp.nan))
-    np.testing.assert_array_equal(np.isnan(later[0, 0]), np.arange(8) >= 5)
-    assert_close(later[:, :, :5], conv(x)[:, :, :5], "float32")
-
-
 # --------------------------------------------------------------------------------------------------------------- pools
 
 
@@ -128,7 +94,7 @@ def test_causal_conv1d_does_not_look_ahead(implementation):
 def test_max_pool2d_is_flax_max_pool(padding, implementation):
     options = dict(padding=padding, channel_axis=-1, implementation=implementation)
     ours = functools.partial(jaxbp.max_pool2d, window=(3, 3), stride=(2, 1), **options)
-    compare(ours, lambda x: flax.linen.max_pool(x, (3, 3), (2, 1), padding), (distinct(2, 6, 7, 2),))
+    compare_with_twin(ours, lambda x: flax.linen.max_pool(x, (3, 3), (2, 1), padding), (distinct(2, 6, 7, 2),))
 
 
 @every_implementation
@@ -139,17 +105,17 @@ def test_avg_pool2d_is_flax_avg_pool(padding, count_include_pad, implementation)
     ours = functools.partial(
         jaxbp.avg_pool2d, window=(3, 3), stride=(2, 1), channel_axis=-1, implementation=implementation, **options
     )
-    compare(ours, lambda x: flax.linen.avg_pool(x, (3, 3), (2, 1), **options), normal((2, 6, 7, 2)))
+    compare_with_twin(ours, lambda x: flax.linen.avg_pool(x, (3, 3), (2, 1), **options), normal((2, 6, 7, 2)))
 
 
-@LIMITED
+@formulas
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", ((2, 1), (0, 1))], ids=str)
 def test_dilated_pools_are_reduce_window(padding, implementation):
     pads = padding if isinstance(padding, str) else ((0, 0), (0, 0), *padding)
     geometry = (1, 1, 2, 3), (1, 1, 1, 2), pads, None, (1, 1, 3, 2)
     options = dict(window=(2, 3), stride=(1, 2), padding=padding, dilation=(3, 2), implementation=implementation)
     mean = lambda x: lax.reduce_window(x, 0.0, lax.add, *geometry) / 6  # noqa: E731
-    compare(functools.partial(jaxbp.avg_pool2d, **options), mean, normal((2, 2, 7, 8)))
+    compare_with_twin(functools.partial(jaxbp.avg_pool2d, **options), mean, normal((2, 2, 7, 8)))
     # The maximum has no gradient in `lax`, but its value determines where the gradient goes: all elements differ.
     x = distinct(2, 2, 7, 8)
     y, vjp = jax.vjp(functools.partial(jaxbp.max_pool2d, **options), x)
@@ -185,7 +151,7 @@ def test_a_mean_counts_the_padding_but_not_what_ceil_mode_adds(implementation):
     np.testing.assert_allclose(y[0, 0], 36 * np.outer([2 / 3, 1, 1 / 2], [2 / 3, 1, 1 / 2]), rtol=1e-6)
 
 
-@LIMITED
+@formulas
 def test_a_dilated_window_of_padding_alone_has_no_maximum_and_no_mean(implementation):
     options = dict(padding=1, dilation=2, implementation=implementation)
     y, vjp = jax.vjp(functools.partial(jaxbp.max_pool2d, window=2, **options), jnp.ones((1, 1, 1, 1)))
