@@ -33,7 +33,14 @@ HALVES = ("bfloat16", "float16")
 BATCH = 128
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 
-ADD_IN_HALF = {"linear", "conv2d", "conv2d_relu_max_pool2d", "layer_norm_linear", "mlp_softmax_cross_entropy"}
+ADD_IN_HALF = {
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv2d_relu_max_pool2d",
+    "layer_norm_linear",
+    "mlp_softmax_cross_entropy",
+}
 """Ops that add a bias in half precision to a product that is already rounded. The addition is not a sum over an axis,
 and costs one more rounding, independent of the sizes."""
 

@@ -25,6 +25,8 @@ from .ops.conv.avg_pool2d import avg_pool2d as avg_pool2d
 from .ops.conv.avg_pool2d import avg_pool2d_backward as avg_pool2d_backward
 from .ops.conv.avg_pool2d import global_avg_pool2d as global_avg_pool2d
 from .ops.conv.avg_pool2d import global_avg_pool2d_backward as global_avg_pool2d_backward
+from .ops.conv.conv1d import conv1d as conv1d
+from .ops.conv.conv1d import conv1d_backward as conv1d_backward
 from .ops.conv.conv2d import conv2d as conv2d
 from .ops.conv.conv2d import conv2d_backward_bias as conv2d_backward_bias
 from .ops.conv.conv2d import conv2d_backward_input as conv2d_backward_input

@@ -14,6 +14,8 @@ from jaxbp.pairing import IMPLEMENTATIONS
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])
+formulas = pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
+"""The implementations that take options which kernels do not support."""
 
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
@@ -91,6 +93,13 @@ def draw_cotangents(op, arrays, seed=1):
 def dot(one, other):
     """Return the inner product of two lists of arrays, in float64."""
     return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
+
+
+def compare_with_twin(op, twin, arrays):
+    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64."""
+    cotangents = draw_cotangents(twin, arrays)
+    expected = in_float64(value_and_gradients(twin), arrays, cotangents)
+    assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
 
 
 def numerical_gradients(op, arrays, cotangents, step):

@@ -238,6 +238,7 @@ TESTED_ELSEWHERE = {
 OF_MORE_THAN_A_MODULE = {
     "jaxbp/catalogue/test_promotion",
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
+    "jaxbp/ops/conv/test_twins",
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",
     "experiments/bench/peers/test_init",  # tests of the package's `__init__.py`

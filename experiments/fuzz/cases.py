@@ -145,7 +145,7 @@ class Program:
 
         Convolutions get none of these, because they may be computed as products with zeros.
         """
-        return self.differentiated_once and not self.entry.name.startswith("conv2d")
+        return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
         """Return the transformed op as a function of its floating arguments that returns the list of its floating
@@ -318,8 +318,8 @@ def _convolution(random, entry):
     if entry.name == "conv2d":
         groups = int(random.choice([1, 1, 1, 2]))
         options |= dict(dilation=_pair(random, 1, 2) if random.random() < 0.3 else 1, groups=groups)
-        if random.random() < 0.2:
-            options["padding"] = str(random.choice(["SAME", "VALID"]))
+        if random.random() < 0.3:
+            options["padding"] = _named_or_uneven(random, 2)
     else:
         options |= dict(window=_pair(random, 1, 3))
     arguments = [
@@ -327,6 +327,17 @@ def _convolution(random, entry):
         Argument((out * groups, channels, *filters)),
         Argument((out * groups,)),
     ]
+    return Case(tuple(_without_bias(random, entry, arguments)), options)
+
+
+def _sequences(random, entry):
+    batch, channels, _, width = _images(random)
+    groups, out, filters = int(random.choice([1, 1, channels])), int(random.integers(1, 4)), int(random.integers(1, 5))
+    options = dict(stride=int(random.integers(1, 4)), groups=groups)
+    options["padding"] = [1, "SAME", "CAUSAL", ((2, 1),)][random.integers(4)]
+    options["dilation"] = int(random.integers(1, 3)) if random.random() < 0.3 else 1
+    filters_of = Argument((out * groups, channels // groups, filters))
+    arguments = [Argument((batch, channels, width)), filters_of, Argument((out * groups,))]
     return Case(tuple(_without_bias(random, entry, arguments)), options)
 
 
@@ -358,8 +369,20 @@ def _automaton(random, entry):
     return Case((wires.logits(PARAMETERS[options["parametrization"]]), wires, state), options)
 
 
+def _named_or_uneven(random, high):
+    """Draw the name of a padding, or a pair (before, after) of at most `high` for rows and for columns."""
+    uneven = tuple(tuple(map(int, random.integers(0, high + 1, 2))) for _ in range(2))
+    return uneven if random.random() < 0.5 else str(random.choice(["SAME", "SAME_LOWER", "VALID"]))
+
+
 def _pool(random, entry):
-    options = dict(window=_pair(random, 1, 4), padding=_pair(random, 0, 1))
+    options = dict(window=_pair(random, 1, 4), padding=_pair(random, 0, 1), ceil_mode=bool(random.random() < 0.3))
+    if random.random() < 0.3:
+        options["padding"] = _named_or_uneven(random, 1)
+    if random.random() < 0.3:
+        options["dilation"] = _pair(random, 1, 2)
+    if "count_include_pad" in inspect.signature(entry.function).parameters:
+        options["count_include_pad"] = bool(random.random() < 0.7)
     if random.random() < 0.7:
         options["stride"] = _pair(random, 1, 3)
     apart = entry.small.arguments[0].apart
@@ -370,6 +393,7 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
     **dict.fromkeys(("conv2d", "conv2d_relu_max_pool2d", "conv2d_relu_max_pool2d_with_indices"), _convolution),
     **dict.fromkeys(("logic_conv2d", "logic_conv2d_or_pool2d", "logic_conv2d_or_pool2d_with_indices"), _trees),
     **dict.fromkeys(("automaton_step", "automaton_rollout"), _automaton),
+    "conv1d": _sequences,
     "softmax_cross_entropy": _cross_entropy,
     **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), _pool),
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxbp.common.windows import output_size, pool_options
+from jaxbp.common.windows import pool_windows
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
@@ -36,18 +36,24 @@ def _backward(reference: Callable[..., Array]) -> Callable[..., Array]:
     return lambda dy, a, **options: jax.vjp(functools.partial(reference, **options), a)[1](dy)[0]
 
 
-def _pool(x: Array, window: Any, *, stride: Any = None, padding: Any = 0) -> Array:
-    options = pool_options("reference", x.shape[2:], window, stride, padding)
+def _pool(x: Array, window: Any, **options: Any) -> Array:
+    windows, _ = pool_windows("reference", x.shape, window, **options)
     places = []
-    for size, f, s, (before, _), n in zip(
-        x.shape[2:], options["window"], options["stride"], options["padding"], output_size(**options), strict=True
+    for size, n, f, s, d, (before, _) in zip(
+        x.shape[2:],
+        windows.output_size,
+        windows.window,
+        windows.stride,
+        windows.dilation,
+        windows.padding,
+        strict=True,
     ):
-        at = np.arange(n)[:, None] * s - before + np.arange(f)
+        at = np.arange(n)[:, None] * s - before + np.arange(f) * d
         places.append((np.clip(at, 0, size - 1), (at >= 0) & (at < size)))
     (rows, rows_inside), (columns, columns_inside) = places
-    windows = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+    windows_of_x = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
     inside = rows_inside[:, None, :, None] & columns_inside[None, :, None, :]
-    values, inside = (a.reshape(*a.shape[:-2], -1) for a in (windows, inside))
+    values, inside = (a.reshape(*a.shape[:-2], -1) for a in (windows_of_x, inside))
     return _first(values, jnp.max(jnp.where(inside, values, -jnp.inf), axis=-1), inside)
 
 

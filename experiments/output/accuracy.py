@@ -43,7 +43,7 @@ def measure(
     for entry in entries:
         table = Table("op", "dtype", "implementation", "locations", "worst", "error", "autodiff error", "% of allowed")
         for implementation in implementations:
-            slow = without_gpu and (implementation == "pallas" or entry.name.startswith("conv2d"))
+            slow = without_gpu and (implementation == "pallas" or entry.name.startswith(("conv1d", "conv2d")))
             places = QUICK if slow else FULL
             start = time.perf_counter()
             taken = [dtype for dtype in dtypes if implementation != "pallas" or dtype in entry.kernel_dtypes]

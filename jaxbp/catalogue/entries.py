@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
 from jaxbp.logic.gates import PASS_THROUGH
-from jaxbp.ops.conv import avg_pool2d, conv2d, conv2d_relu_max_pool2d, max_pool2d
+from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
 from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
 from jaxbp.ops.dense import linear_softmax_cross_entropy as fused_loss
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
@@ -210,6 +210,13 @@ CATALOGUE: tuple[Entry, ...] = (
         _blocks("conv", lambda x, w, z, y: _case(z, x, filter_size=w[2:])),
     ),
     Entry(conv2d.conv2d_backward_bias, _case((2, 3, 3, 5)), _blocks("conv", lambda x, w, z, y: _case(z))),
+    *_pair(
+        conv1d.conv1d,
+        _case((2, 3, 6), (2, 2, 6), (3, 2, 3), (3,), padding="CAUSAL"),
+        {"sequences": _case((BATCH, 8, 128), (BATCH, 8, 128), (8, 8, 4), (8,), padding="CAUSAL")},
+        takes=slice(2),
+        like="conv2d",
+    ),
     *_pair(
         activations.relu,
         _case((3, 7), (3, 7)),

@@ -1,6 +1,10 @@
 """Geometry of windows that move over images: the filters of a convolution and the windows of a pool."""
 
-from typing import Any
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from jax import lax
 
@@ -8,54 +12,193 @@ from jaxbp.common import checks
 
 Size = int | tuple[int, int]
 """One int for rows and columns, or a pair."""
-Padding = int | tuple[int, int] | str
-"""One int, a pair for rows and columns, "SAME", or "VALID"."""
+AxisPadding = int | tuple[int, int]
+"""The padding of one axis: the same number before and after, or a pair (before, after)."""
+Padding = int | str | Sequence[AxisPadding]
+"""One int; one entry per axis, an int or a pair (before, after); or "SAME", "SAME_LOWER", or "VALID"."""
+
+_NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID")
+_Function = TypeVar("_Function", bound=Callable)
 
 
-def output_size(input_size, window, *, stride, padding, dilation=(1, 1), **options) -> tuple[int, int]:
-    """Return the number of windows along the rows and along the columns. `options`, the other options of a convolution,
-    are ignored."""
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of a pool on images of one size. Each attribute has one entry for rows and one for columns.
+
+    Attributes:
+      input_size: the size of the images.
+      window: the number of positions of a window.
+      stride: the distance between windows.
+      padding: the padding (before, after), including the padding that `ceil_mode` adds.
+      dilation: the distance between the positions of a window.
+    """
+
+    input_size: tuple[int, int]
+    window: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    dilation: tuple[int, int] = (1, 1)
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        """The number of windows along the rows and along the columns."""
+        options = dict(stride=self.stride, padding=self.padding, dilation=self.dilation)
+        return output_size(self.input_size, self.window, **options)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The size of a window with its dilation."""
+        return dilated(self.window, self.dilation)
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of a window."""
+        return math.prod(self.window)
+
+    @property
+    def nonoverlapping(self) -> bool:
+        """Whether every position of the input is in exactly one window and every window lies inside the input."""
+        filled = all(size % f == 0 for size, f in zip(self.input_size, self.window, strict=True))
+        return filled and self == Windows(self.input_size, self.window, self.window)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `lax.reduce_window` that describe these windows on images NCHW."""
+        return dict(
+            window_dimensions=(1, 1, *self.window),
+            window_strides=(1, 1, *self.stride),
+            padding=((0, 0), (0, 0), *self.padding),
+            window_dilation=(1, 1, *self.dilation),
+        )
+
+
+def output_size(input_size, window, *, stride, padding, dilation=None, **options) -> tuple[int, ...]:
+    """Return the number of windows along each axis. `options`, the other options of a convolution, are ignored."""
+    extent = window if dilation is None else dilated(window, dilation)
     return tuple(
-        (size + sum(p) - (f - 1) * d - 1) // s + 1
-        for size, f, p, s, d in zip(input_size, window, padding, stride, dilation, strict=True)
+        (size + sum(p) - reach) // s + 1 for size, reach, p, s in zip(input_size, extent, padding, stride, strict=True)
     )
 
 
-def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return `padding` as (before, after) for rows and for columns.
+def dilated(window, dilation) -> tuple[int, ...]:
+    """Return the size of a window whose positions are `dilation` apart."""
+    return tuple((f - 1) * d + 1 for f, d in zip(window, dilation, strict=True))
+
+
+def per_axis(op, name, value, axes) -> tuple[int, ...]:
+    """Return one int per axis, of at least 1, given one int or one per axis."""
+    if axes == 2:
+        return checks.pair(op, name, value)
+    return (checks.count(op, name, value[0] if isinstance(value, tuple | list) and len(value) == 1 else value),)
+
+
+def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
+    """Return `padding` as (before, after) for each axis. `window` is the size of a window with its dilation.
 
     Raises:
       ValueError: padding is not valid.
     """
-    if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "VALID"):
-            raise ValueError(f"{op}: padding is {padding!r}; wants an int, a pair of ints, 'SAME' or 'VALID'")
+    if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
-    rows, columns = checks.pair(op, "padding", padding, at_least=0)
-    return (rows, rows), (columns, columns)
+    if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
+        return ((window[0] - 1, 0),)
+    each = [padding] * len(input_size) if checks.is_int(padding) else padding
+    pairs = [(p, p) if checks.is_int(p) else p for p in each] if isinstance(each, tuple | list) else []
+    fits = len(pairs) == len(input_size) and all(
+        isinstance(pair, tuple | list) and len(pair) == 2 and all(checks.is_int(p) and p >= 0 for p in pair)
+        for pair in pairs
+    )
+    if not fits:
+        axes, causal = (f"each of {len(input_size)} axes", "") if len(input_size) > 1 else ("the axis", ", 'CAUSAL'")
+        raise ValueError(
+            f"{op}: padding is {padding!r}; wants an int of at least 0, a sequence with such an int or a pair (before, "
+            f"after) for {axes}, 'SAME', 'SAME_LOWER'{causal}, or 'VALID'"
+        )
+    return tuple((int(before), int(after)) for before, after in pairs)
 
 
-def pool_options(op, input_size, window, stride, padding) -> dict[str, Any]:
-    """Return the options of a pool, with window and stride as pairs, and the padding as (before, after) per axis.
+def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
+    """Require that a window, or a filter, is not larger than the padded input. `name` is what the error calls it."""
+    if not fits(extent, input_size, padding):
+        by = lambda sizes: " x ".join(map(str, sizes))  # noqa: E731
+        raise ValueError(
+            f"{op}: the {name}, {by(extent)}, is larger than the input, {by(input_size)} with padding {padding}{hint}"
+        )
+
+
+def fits(extent, input_size, padding) -> bool:
+    return all(size + sum(p) >= reach for reach, size, p in zip(extent, input_size, padding, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- options of pools
+
+
+class PoolOptions(TypedDict, total=False):
+    """The options of every pool. `jaxbp.max_pool2d` says what they mean."""
+
+    stride: Size | None
+    padding: Padding
+    dilation: Size
+    ceil_mode: bool
+    channel_axis: int
+
+
+def pool_windows(
+    op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
+) -> tuple[Windows, tuple[tuple[int, int], ...]]:
+    """Return the windows of a pool, and its padding (before, after) without the padding that `ceil_mode` adds.
+
+    `shape` is the shape of the images, NCHW, or only their height and width. Its first axes, the batch and the
+    channels, are used for a hint.
 
     Raises:
+      TypeError: an option is unknown.
       ValueError: the options are not valid or do not fit the input.
     """
-    window = checks.pair(op, "window", window)
+    if unknown:
+        known = ", ".join(PoolOptions.__annotations__)
+        raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants some of {known}")
+    input_size = tuple(shape[-2:])
+    window, dilation = checks.pair(op, "window", window), checks.pair(op, "dilation", dilation)
     stride = window if stride is None else checks.pair(op, "stride", stride)
-    padding = window_padding(op, padding, input_size, window, stride)
-    for size, reach, (before, behind) in zip(input_size, window, padding, strict=True):
-        if max(before, behind) >= reach:
-            raise ValueError(f"{op}: padding is {padding}; wants less than the window, {window}")
-        if size + before + behind < reach:
-            raise ValueError(
-                f"{op}: the window, {window[0]} x {window[1]}, is larger than the input, "
-                f"{input_size[0]} x {input_size[1]} with padding {padding}"
-            )
-    return dict(window=window, stride=stride, padding=padding, input_size=tuple(input_size))
+    extent = dilated(window, dilation)
+    padding = window_padding(op, padding, input_size, extent, stride)
+    if any(max(p) >= reach for p, reach in zip(padding, extent, strict=True)):
+        raise ValueError(f"{op}: padding is {padding}; wants less than the window, {extent}")
+    would_fit = channel_axis == 1 and len(shape) == 4 and fits(extent, shape[1:3], padding)
+    hint = f". x has shape {tuple(shape)}; if this is NHWC, pass channel_axis=-1" if would_fit else ""
+    require_fit(op, "window", extent, input_size, padding, hint)
+    whole = padding
+    if checks.boolean(op, "ceil_mode", ceil_mode):
+        whole = tuple(map(_whole_windows, input_size, extent, stride, padding))
+    return Windows(input_size, window, stride, whole, dilation), padding
 
 
-def is_nonoverlapping(*, window, stride, padding, input_size) -> bool:
-    """Return whether every position of the input is in exactly one window and every window lies inside the input."""
-    filled = all(size % f == 0 for size, f in zip(input_size, window, strict=True))
-    return filled and stride == window and padding == ((0, 0), (0, 0))
+def unsupported(windows: Windows) -> str | None:
+    """Return why the kernels of pools do not support the windows, or None if they do."""
+    return None if windows.dilation == (1, 1) else f"dilation={windows.dilation}"
+
+
+def _whole_windows(size, reach, stride, padding):
+    """Return the padding (before, after) of one axis that completes the last window, if it starts before the padding
+    after the input."""
+    before, after = padding
+    count = -(-(size + before + after - reach) // stride) + 1
+    if (count - 1) * stride >= size + before:
+        count -= 1
+    return before, max(after, (count - 1) * stride + reach - size - before)
+
+
+def with_pool_options(function: _Function) -> _Function:
+    """Replace `**options` in the signature of `function` by the options of pools, with their types and defaults."""
+    signature = inspect.signature(function)
+    defaults = inspect.signature(pool_windows).parameters
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name].default, annotation=kind)
+        for name, kind in get_type_hints(PoolOptions).items()
+    ]
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword_only = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    positional = own[: len(own) - len(keyword_only)]
+    parameters = [*positional, *options, *keyword_only]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function

@@ -1,49 +1,78 @@
 """Average-pooling. The backward divides the gradient of each window equally among the positions of the window."""
 
+from typing import Unpack
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
-from jaxbp.common.windows import Padding, Size, output_size, pool_options
+from jaxbp.common.windows import PoolOptions, Size, pool_windows, unsupported, with_pool_options
 from jaxbp.ops._defaults import fused_pair
+from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.pairing import Implementation
 from pallas_kernels.conv.conv2d import correlate
 from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.pointwise.elementwise import elementwise
 
 
-def _forward(x, *, window, stride, padding, shape):
-    dimensions = (1, 1, *window), (1, 1, *stride), ((0, 0), (0, 0), *padding)
-    total = lax.reduce_window(upcast(x), 0.0, lax.add, *dimensions)
-    return (total / (window[0] * window[1])).astype(x.dtype)
+def _forward(x, *, windows, counted, shape):
+    total = lax.reduce_window(upcast(x), 0.0, lax.add, **windows.arguments())
+    return (total / _counts(windows, counted, total.dtype)).astype(x.dtype)
 
 
-def _spread(dy, window, stride, padding, shape):
+def _counts(windows, counted, dtype):
+    """Return the number of positions that each window averages, `(1, 1, P, Q)`, or one int if all are equal.
+
+    A position counts if it is in the input, or in `counted`, the padding (before, after) for rows and for columns.
+    """
+    rows, columns = (
+        ((at >= -before) & (at < size + after)).sum(1)
+        for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)
+    )
+    counts = rows[:, None] * columns
+    # A dilated window may have no position that counts. Its sum is 0, and 0 / 0 is NaN.
+    return int(counts[0, 0]) if (counts == counts[0, 0]).all() else jnp.asarray(counts[None, None], dtype)
+
+
+def _positions(windows):
+    """Return the positions of each window in the input, for rows and for columns: two arrays (windows, positions)."""
+    sides = zip(windows.output_size, windows.window, windows.stride, windows.padding, windows.dilation, strict=True)
+    return [np.arange(n)[:, None] * s - before + np.arange(f) * d for n, f, s, (before, _), d in sides]
+
+
+def _spread(dy, windows):
     """Return dy, spaced out by the stride, so that summing it over one window per input position gives dx."""
-    sides = zip(window, stride, padding, shape[2:], dy.shape[2:], strict=True)
+    sides = zip(windows.extent, windows.stride, windows.padding, windows.input_size, dy.shape[2:], strict=True)
     edges = []
-    for f, s, (before, _), size, out in sides:
-        low = f - 1 - before
-        edges.append((low, size + f - 1 - low - ((out - 1) * s + 1), s - 1))
+    for reach, s, (before, _), size, out in sides:
+        low = reach - 1 - before
+        edges.append((low, size + reach - 1 - low - ((out - 1) * s + 1), s - 1))
     return lax.pad(dy, jnp.zeros((), dy.dtype), [(0, 0, 0), (0, 0, 0), *edges])
 
 
-def _gradient(dy, *, window, stride, padding, shape):
-    share = upcast(dy) / (window[0] * window[1])
-    spread = _spread(share, window, stride, padding, shape)
-    dx = lax.reduce_window(spread, 0.0, lax.add, (1, 1, *window), (1, 1, 1, 1), "VALID")
-    return dx.astype(dy.dtype)
+def _gradient(dy, *, windows, counted, shape):
+    share = upcast(dy)
+    spread = _spread(share / _counts(windows, counted, share.dtype), windows)
+    sums = windows.arguments() | dict(window_strides=(1, 1, 1, 1), padding="VALID")
+    return lax.reduce_window(spread, 0.0, lax.add, **sums).astype(dy.dtype)
 
 
-def _gradient_kernel(dy, *, window, stride, padding, shape):
-    N, C = dy.shape[:2]
-    spread = _spread(dy, window, stride, padding, shape)
-    images = batch_last(spread.reshape(N * C, 1, *spread.shape[2:]))
-    weights = jnp.full((1, 1, *window), 1 / (window[0] * window[1]), jnp.float32)
-    return batch_first(correlate(images, weights), N * C).reshape(shape)
+def _gradient_kernel(dy, *, windows, counted, shape):
+    counts = _counts(windows, counted, jnp.float32)
+    # If all windows have equally many positions, the weights divide by this number. The kernel then reads dy's dtype.
+    share, weight = (dy, 1 / counts) if isinstance(counts, int) else (upcast(dy) / counts, 1.0)
+    spread = _spread(share, windows)
+    images = batch_last(spread.reshape(-1, 1, *spread.shape[2:]))
+    dx = correlate(images, jnp.full((1, 1, *windows.window), weight, jnp.float32))
+    return batch_first(dx, dy.shape[0] * dy.shape[1]).reshape(shape).astype(dy.dtype)
+
+
+def _unsupported(*arrays, windows, **options):
+    return unsupported(windows) or checks.unsupported(*arrays)
 
 
 def _global_forward(x, *, shape):
@@ -59,100 +88,126 @@ def _global_gradient_kernel(dy, *, shape):
     return elementwise(lambda dy: dy / (shape[2] * shape[3]), dy[:, :, None, None], shape=shape)
 
 
-_AVG_POOL2D = fused_pair(_forward, {"xla": _gradient, "pallas": _gradient_kernel}, linear=True, name="avg_pool2d")
+_AVG_POOL2D = fused_pair(
+    _forward, {"xla": _gradient, "pallas": _gradient_kernel}, linear=True, name="avg_pool2d", unsupported=_unsupported
+)
 _GLOBAL_AVG_POOL2D = fused_pair(
     _global_forward, {"xla": _global_gradient, "pallas": _global_gradient_kernel}, linear=True, name="global_avg_pool2d"
 )
 
 
+@with_pool_options
 def avg_pool2d(
     x: Float[AnyArray, "batch channels height width"],
     window: Size,
     *,
-    stride: Size | None = None,
-    padding: Padding = 0,
+    count_include_pad: bool = True,
     implementation: Implementation = None,
+    **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Average-pooling, `y[n, c, i, j] = 1/(F G) Σ over u < F, v < G of x[n, c, i s + u - p, j s + v - p]`.
+    """Average-pooling, `y[n, c, i, j] = 1/m Σ over u, v of x[n, c, i s + u d - p, j s + v d - p]`, where s is the
+    stride, d the dilation, p the padding before the first element, and m the number of positions that count.
 
     Args:
-      x: images, NCHW.
-      window: F and G, the height and width of the windows, as an int or a pair.
-      stride: s, an int or a pair. None means the size of the window.
-      padding: p, the number of zeros on each side, as an int or a pair; or "SAME" or "VALID". The zeros count in the
-        average. The padding must be less than the window.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      x: images, NCHW, or another layout with the channels on `channel_axis`.
+      window: height and width of the windows, as an int or a pair.
+      count_include_pad: whether the zeros of the padding count. Positions that `ceil_mode` adds never count.
+      Other arguments: as in `max_pool2d`. The padding is 0, not -inf.
+      implementation: "pallas" (no dilation), "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in x's dtype. Its height is `(height + 2 p - F) // s + 1`, and its width follows in the same way.
+      y, in x's dtype, with the size that `max_pool2d` returns. The mean of a window without a position that counts is
+      NaN. This takes dilation and `count_include_pad=False`.
 
     Raises:
       TypeError: x is not floating.
       ValueError: shapes or options do not fit.
+      NotImplementedError: "pallas" with arguments that its kernel does not support.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
-    (x,) = checks.floating("avg_pool2d", x=x)
-    checks.shape("avg_pool2d", "x", x, "batch", "channels", "height", "width")
-    options = _options("avg_pool2d", x.shape[2:], window, stride, padding)
-    return _AVG_POOL2D(x, implementation=implementation, shape=x.shape, **options)
+    op = "avg_pool2d"
+    (x,) = checks.floating(op, x=x)
+    layout = layouts.of_images(op, **options)
+    x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
+    options_of_pair = _options(op, x.shape, window, count_include_pad, options)
+    y = _AVG_POOL2D(x, implementation=implementation, shape=x.shape, **options_of_pair)
+    return layouts.restore(y, layout)
 
 
+@with_pool_options
 def avg_pool2d_backward(
     dy: Float[AnyArray, "batch channels out_height out_width"],
     input_size: tuple[int, int],
     window: Size,
     *,
-    stride: Size | None = None,
-    padding: Padding = 0,
+    count_include_pad: bool = True,
     implementation: Implementation = None,
+    **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = 1/(F G) Σ dy[n, c, i, j]` over the windows that contain (h, l).
+    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows that contain (h, l). Here m is
+    the number of positions that count in the window.
 
     Args:
       dy: gradient with respect to y.
       input_size: height and width of x, which y does not determine.
-      window, stride, padding: as in the forward.
+      Other arguments: as in `avg_pool2d`.
 
     Raises:
       TypeError, ValueError: as in `avg_pool2d`.
     """
     op = "avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)
-    input_size = checks.pair(op, "input_size", input_size)
-    options = _options(op, input_size, window, stride, padding)
-    size = output_size(input_size=input_size, **options)
-    checks.shape(op, "dy", dy, "batch", "channels", *size)
-    shape = (*dy.shape[:2], *input_size)
-    return _AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape, **options)
+    options_of_pair = _options(op, checks.pair(op, "input_size", input_size), window, count_include_pad, options)
+    windows = options_of_pair["windows"]
+    layout = layouts.of_images(op, **options)
+    dy = layouts.arrange(op, "dy", dy, layout, "batch", "channels", *windows.output_size)
+    shape = (*dy.shape[:2], *windows.input_size)
+    dx = _AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape, **options_of_pair)
+    return layouts.restore(dx, layout)
+
+
+def _options(op, shape, window, count_include_pad, options):
+    windows, padding = pool_windows(op, shape, window, **options)
+    include = checks.boolean(op, "count_include_pad", count_include_pad)
+    return dict(windows=windows, counted=padding if include else ((0, 0), (0, 0)))
 
 
 def global_avg_pool2d(
-    x: Float[AnyArray, "batch channels height width"], *, implementation: Implementation = None
+    x: Float[AnyArray, "batch channels height width"],
+    *,
+    channel_axis: int = 1,
+    implementation: Implementation = None,
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
+
+    Args:
+      x: images, NCHW, or another layout with the channels on `channel_axis`.
+      channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC.
 
     Raises:
       TypeError, ValueError: x is not floating, or is not a batch of images.
 
     Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
     """
-    (x,) = checks.floating("global_avg_pool2d", x=x)
-    checks.shape("global_avg_pool2d", "x", x, "batch", "channels", "height", "width")
+    op = "global_avg_pool2d"
+    (x,) = checks.floating(op, x=x)
+    layout = layouts.of_images(op, channel_axis=channel_axis)
+    x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
     return _GLOBAL_AVG_POOL2D(x, implementation=implementation, shape=x.shape)
 
 
 def global_avg_pool2d_backward(
-    dy: Float[AnyArray, "batch channels"], input_size: tuple[int, int], *, implementation: Implementation = None
+    dy: Float[AnyArray, "batch channels"],
+    input_size: tuple[int, int],
+    *,
+    channel_axis: int = 1,
+    implementation: Implementation = None,
 ) -> Float[Array, "batch channels height width"]:
     """Gradient of `global_avg_pool2d`: `dx[n, c, h, l] = dy[n, c] / (H W)`, where H and W are the `input_size`."""
     op = "global_avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)
     checks.shape(op, "dy", dy, "batch", "channels")
+    layout = layouts.of_images(op, channel_axis=channel_axis)
     shape = (*dy.shape, *checks.pair(op, "input_size", input_size))
-    return _GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape)
-
-
-def _options(op, input_size, window, stride, padding):
-    options = pool_options(op, input_size, window, stride, padding)
-    return {name: value for name, value in options.items() if name != "input_size"}
+    return layouts.restore(_GLOBAL_AVG_POOL2D.vjp(dy, implementation=implementation, shape=shape), layout)

@@ -16,9 +16,11 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.windows import Padding, Size, output_size, window_padding
+from jaxbp.common.windows import Padding, Size, dilated, output_size, per_axis, require_fit, window_padding
 from jaxbp.ops.conv import _conv2d_kernels as kernels
+from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
+from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation, transpose
 from jaxbp.sharding import batched
 
@@ -256,7 +258,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
 
 # If `implementation` is None, the forward and each gradient choose their fastest implementations separately.
 _EVERY = ("pallas", "xla", None)
-_CONV2D = Pair(
+CONV2D = Pair(
     forward,
     Op("conv2d_backward", per_implementation(_gradients, _EVERY), jit=True),
     save=per_implementation(_save, _EVERY),
@@ -265,6 +267,9 @@ _CONV2D = Pair(
     jit=True,
 )
 
+
+IMAGE_AXES = ("batch", "in_channels", "height", "width")
+FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
 
 # ------------------------------------------------------------------------------------------------------------- public
 
@@ -278,6 +283,7 @@ def conv2d(
     padding: Padding = 0,
     dilation: Size = 1,
     groups: int = 1,
+    dimension_numbers: DimensionNumbers = None,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
@@ -288,10 +294,15 @@ def conv2d(
       x: images, NCHW.
       w: filters, OIHW.
       b: one bias per output channel, or None.
-      stride, dilation: one int, or a pair for rows and columns.
-      padding: zeros on each side: one int, a pair for rows and columns, "SAME", or "VALID". "SAME" gives the input's
-        size divided by the stride, rounded up, with an odd zero last. "VALID" adds none.
-      groups: the number of separate groups into which input and output channels are split.
+      stride, dilation: one int, or a pair for rows and columns. `jax.lax.conv_general_dilated` calls them
+        window_strides and rhs_dilation.
+      padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
+        "SAME_LOWER", or "VALID". "SAME" gives the input's size divided by the stride, rounded up, with an odd zero
+        last. "SAME_LOWER" puts an odd zero first. "VALID" adds none.
+      groups: the number of separate groups into which input and output channels are split. JAX calls it
+        feature_group_count.
+      dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
+        "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32. But if the
         precision permits tensor cores, which it does by default, two things change. Small images are multiplied by a
         matrix of the filters, and a NaN or infinity spreads over its image. On compute capability 9.0, if the stride is
@@ -300,7 +311,8 @@ def conv2d(
         Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
 
     Returns:
-      y, in x's dtype. Its height is `(height + 2 p - d (filter_height - 1) - 1) // s + 1`; its width likewise.
+      y, in x's dtype. Its height is `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`. Its
+      width follows in the same way.
 
     Raises:
       TypeError: arguments that are not of one floating dtype.
@@ -310,10 +322,10 @@ def conv2d(
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
     x, w, b = checks.floating("conv2d", x=x, w=w, b=b)
-    options = check(
-        "conv2d", x, w, b, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision
-    )
-    return _CONV2D(x, w, b, implementation=implementation, **options)
+    layout = layouts.dimension_numbers("conv2d", dimension_numbers)
+    given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+    x, w, options = check("conv2d", x, w, b, layout, **given)
+    return layouts.restore(CONV2D(x, w, b, implementation=implementation, **options), layout.out_spec)
 
 
 def conv2d_backward_input(
@@ -325,6 +337,7 @@ def conv2d_backward_input(
     padding: Padding = 0,
     dilation: Size = 1,
     groups: int = 1,
+    dimension_numbers: DimensionNumbers = None,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
@@ -348,12 +361,15 @@ def conv2d_backward_input(
     """
     op = "conv2d_backward_input"
     dy, w = checks.floating(op, dy=dy, w=w)
-    checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
+    layout = layouts.dimension_numbers(op, dimension_numbers)
+    w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES)
     input_size = checks.pair(op, "input_size", input_size)
     options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
-    checks.shape(op, "dy", dy, "batch", w.shape[0], *output_size(input_size, w.shape[2:], **options))
-    _check_channels(op, "x", (dy.shape[0], w.shape[1] * groups), w.shape, groups)
-    return _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+    size = output_size(input_size, w.shape[2:], **options)
+    dy = layouts.arrange(op, "dy", dy, layout.out_spec, "batch", w.shape[0], *size)
+    _check_channels(op, (dy.shape[0], w.shape[1] * groups), w.shape, groups)
+    dx = _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
+    return layouts.restore(dx, layout.lhs_spec)
 
 
 def conv2d_backward_weights(
@@ -365,6 +381,7 @@ def conv2d_backward_weights(
     padding: Padding = 0,
     dilation: Size = 1,
     groups: int = 1,
+    dimension_numbers: DimensionNumbers = None,
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
@@ -387,21 +404,28 @@ def conv2d_backward_weights(
     """
     op = "conv2d_backward_weights"
     dy, x = checks.floating(op, dy=dy, x=x)
-    checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+    layout = layouts.dimension_numbers(op, dimension_numbers)
+    x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES)
     filter_size = checks.pair(op, "filter_size", filter_size)
     options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
-    checks.shape(op, "dy", dy, x.shape[0], "out_channels", *output_size(x.shape[2:], filter_size, **options))
-    _check_channels(op, "x", x.shape, (dy.shape[1], x.shape[1] // groups), groups)
-    return _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
+    size = output_size(x.shape[2:], filter_size, **options)
+    dy = layouts.arrange(op, "dy", dy, layout.out_spec, x.shape[0], "out_channels", *size)
+    _check_channels(op, x.shape, (dy.shape[1], x.shape[1] // groups), groups)
+    dw = _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
+    return layouts.restore(dw, layout.rhs_spec)
 
 
 def conv2d_backward_bias(
-    dy: Float[AnyArray, "batch out_channels out_height out_width"], *, implementation: Implementation = None
+    dy: Float[AnyArray, "batch out_channels out_height out_width"],
+    *,
+    dimension_numbers: DimensionNumbers = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
 
     Args:
       dy: gradient with respect to y.
+      dimension_numbers: as in `conv2d`. Only the layout of y is used.
 
     Returns:
       db, in dy's dtype, summed in float32.
@@ -409,42 +433,48 @@ def conv2d_backward_bias(
     Raises:
       TypeError, ValueError: dy is not floating, or does not have four axes.
     """
-    (dy,) = checks.floating("conv2d_backward_bias", dy=dy)
-    checks.shape("conv2d_backward_bias", "dy", dy, "batch", "out_channels", "out_height", "out_width")
+    op = "conv2d_backward_bias"
+    (dy,) = checks.floating(op, dy=dy)
+    layout = layouts.dimension_numbers(op, dimension_numbers)
+    dy = layouts.arrange(op, "dy", dy, layout.out_spec, "batch", "out_channels", "out_height", "out_width")
     return _BIAS_GRADIENT(dy, implementation=implementation)
 
 
-def check(op, x, w, b, *, stride, padding, precision, dilation=1, groups=1) -> dict[str, Any]:
-    """Check the arguments of a convolution. Return its options as `_options` does."""
-    checks.shape(op, "w", w, "out_channels", "in_channels/groups", "filter_height", "filter_width")
-    checks.shape(op, "x", x, "batch", "in_channels", "height", "width")
+def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, groups=1) -> tuple[Array, Array, dict]:
+    """Check the arguments of a convolution over one or two spatial axes. Return x and w with the channels
+    before the spatial axes, and the options as `_options` does. `layout` is the result of `layouts.dimension_numbers`.
+    """
+    layout = layouts.dimension_numbers(op, None) if layout is None else layout
+    given, spatial = x.shape, len(layout.lhs_spec) - 2
+    w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
+    x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
+    _check_channels(op, x.shape, w.shape, checks.count(op, "groups", groups), given)
     options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
-    _check_channels(op, "x", x.shape, w.shape, groups)
     if b is not None:
         checks.shape(op, "b", b, w.shape[0])
-    return options
+    return x, w, options
 
 
 def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """Return the options, with each size as a pair, and the padding as pairs (before, after) for rows and columns."""
-    stride = checks.pair(op, "stride", stride)
-    dilation = checks.pair(op, "dilation", dilation)
+    """Return the options, with one stride, one dilation, and one padding (before, after) per axis."""
+    stride = per_axis(op, "stride", stride, len(input_size))
+    dilation = per_axis(op, "dilation", dilation, len(input_size))
     groups = checks.count(op, "groups", groups)
-    extent = tuple((f - 1) * d + 1 for f, d in zip(filter_size, dilation, strict=True))
+    extent = dilated(filter_size, dilation)
     padding = window_padding(op, padding, input_size, extent, stride)
-    for size, (before, behind), reach in zip(input_size, padding, extent, strict=True):
-        if size + before + behind < reach:
-            raise ValueError(
-                f"{op}: the filter, {extent[0]} x {extent[1]} with its dilation, is larger than the input, "
-                f"{input_size[0]} x {input_size[1]} with padding {padding}"
-            )
+    require_fit(op, "filter with its dilation", extent, input_size, padding)
     precision = checks.precision(op, precision)
     return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
 
 
-def _check_channels(op, name, x_shape, w_shape, groups):
+def _check_channels(op, x_shape, w_shape, groups, given=()):
+    """Require that the channels of x and w fit. If x, whose shape is `given` in the caller's layout, would fit with the
+    channels on its last axis, the error says so."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
+        like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
+        names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")
+        hint = f". If x is {names[0]}, pass dimension_numbers, say {names}" if like_nhwc else ""
         raise ValueError(
-            f"{op}: {name} has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
-            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups"
+            f"{op}: x has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
+            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups{hint}"
         )

@@ -12,7 +12,7 @@ from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
-from jaxbp.common.windows import Padding, Size, output_size, pool_options
+from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
 from jaxbp.ops.conv import _filter_matrix, conv2d, max_pool2d
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import batched
@@ -32,32 +32,34 @@ _KERNEL_BATCH = 4096
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
-    """Return two dicts: the options of the convolution, and the options of the pool."""
+    """Return the options of the convolution, and the windows of the pool."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
     size = output_size(x_size, w_size, **convolution)
-    return convolution, dict(window=window, stride=window, padding=((0, 0), (0, 0)), input_size=size)
+    return convolution, Windows(size, window, stride=window)
 
 
 def _forward(x, w, b, **options):
-    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
     z = conv2d.forward(x, w, b, **convolution)
-    return max_pool2d.autodiff(jax.nn.relu(z), **pool)[0], _max_and_indices(lax.stop_gradient(z), **pool)[1]
+    return max_pool2d.autodiff(jax.nn.relu(z), windows=windows)[0], _max_and_indices(
+        lax.stop_gradient(z), windows=windows
+    )[1]
 
 
 def _forward_and_indices(x, w, b, **options):
-    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    return barriers.on_cpu(_max_and_indices(conv2d.forward_formula(x, w, b, **convolution), **pool))
+    convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
+    return barriers.on_cpu(_max_and_indices(conv2d.forward_formula(x, w, b, **convolution), windows=windows))
 
 
-def _max_and_indices(z, **pool):
+def _max_and_indices(z, *, windows):
     """Return the maximum of ReLU(z) in each window, and the position of each maximum.
 
     If no element of a window is above 0, its position is the number of positions in a window, which lies outside of it.
 
     The dtype of the positions is uint8 if they fit, else int32.
     """
-    largest, indices = max_pool2d.max_and_indices(z, **pool)
-    off = pool["window"][0] * pool["window"][1]
+    largest, indices = max_pool2d.max_and_indices(z, windows=windows)
+    off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
     return jax.nn.relu(largest), jnp.where(largest > 0, indices, jnp.asarray(off, indices.dtype))
 
@@ -78,16 +80,16 @@ def _forward_kernel(x, w, b, tensor_cores, **options):
 
 
 def _gradients_autodiff(dy, indices, x, w, b, **options):
-    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
-    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), indices, **pool)  # noqa: E731
+    convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
+    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), indices, windows=windows)  # noqa: E731
     return jax.vjp(maxima, x, w, b)[1](dy)
 
 
 def _gradients_formula(dy, indices, x, w, b, **options):
-    convolution, pool = _split(x.shape[2:], w.shape[2:], **options)
+    convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
     # If ReLU was 0 in a whole window, the window's position lies outside of it, and the pool's backward adds no
     # gradient.
-    dz = max_pool2d.scatter_formula(dy, indices, **pool)
+    dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
     return dx, dw, None if b is None else conv2d.bias_gradient_formula(dz)
@@ -266,8 +268,8 @@ def conv2d_relu_max_pool2d_backward(
     op = "conv2d_relu_max_pool2d_backward"
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     options = _options(op, x, w, None, window, stride, padding, precision)
-    _, pool = _split(x.shape[2:], w.shape[2:], **options)
-    checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *output_size(**pool))
+    _, windows = _split(x.shape[2:], w.shape[2:], **options)
+    checks.shape(op, "dy", dy, x.shape[0], w.shape[0], *windows.output_size)
     indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
     b = jnp.zeros(w.shape[:1], w.dtype)
     backward = _CONV2D_RELU_MAX_POOL2D.backward
@@ -281,8 +283,9 @@ def _call(op, x, w, b, window, stride, padding, precision, implementation):
 
 
 def _options(op, x, w, b, window, stride, padding, precision):
-    convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
+    *_, convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
     # The pool checks its window against the output size of the convolution.
-    return options | dict(window=pool_options(op, size, window, None, 0)["window"])
+    windows, _ = pool_windows(op, size, window)
+    return options | dict(window=windows.window)

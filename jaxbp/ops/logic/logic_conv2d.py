@@ -10,6 +10,7 @@ As in `gate_layer`, one pair maps parameters to coefficients, and a second pair 
 
 import functools
 import math
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,16 @@ from jaxtyping import Float, Integer
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast
-from jaxbp.common.windows import Padding, Size, output_size, window_padding
+from jaxbp.common.windows import (
+    Padding,
+    PoolOptions,
+    Size,
+    Windows,
+    output_size,
+    require_fit,
+    window_padding,
+    with_pool_options,
+)
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
 from jaxbp.logic.tree_wires import TreeWires
@@ -143,7 +153,7 @@ def _definition(parameters, wires, x, *, parametrization, stride, padding, pool)
     y = values[:, :, 0].astype(x.dtype)
     if pool == (1, 1):
         return y, None
-    return max_pool2d.autodiff(y, **_or_pool(y, pool))
+    return max_pool2d.autodiff(y, windows=_or_pool(y, pool))
 
 
 def _gates(parameters, a, b, parametrization):
@@ -159,13 +169,13 @@ def _gates(parameters, a, b, parametrization):
 def _definition_backward(dy, indices, parameters, wires, x, *, pool, **options):
     def at_indices(parameters, x):
         y, _ = _definition(parameters, wires, x, pool=(1, 1), **options)
-        return y if indices is None else max_pool2d.select(y, indices, **_or_pool(y, pool))
+        return y if indices is None else max_pool2d.select(y, indices, windows=_or_pool(y, pool))
 
     return jax.vjp(at_indices, parameters, x)[1](dy)
 
 
 def _or_pool(y, pool):
-    return dict(window=pool, stride=pool, padding=((0, 0), (0, 0)), input_size=y.shape[2:])
+    return Windows(y.shape[2:], pool, stride=pool)
 
 
 def _unsupported(*arrays, stride, padding, pool, **options):
@@ -360,13 +370,13 @@ def logic_conv2d_or_pool2d_backward(
     return _LOGIC_CONV2D_BACKWARD.named(op)(dy, indices, logits, wires, x, implementation=implementation, **options)
 
 
+@with_pool_options
 def logic_or_pool2d(
     x: Float[AnyArray, "batch channels height width"],
     pool: Size = 2,
     *,
-    stride: Size | None = None,
-    padding: Padding = 0,
     implementation: Implementation = None,
+    **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
     """Return the "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same
     arguments.
@@ -379,7 +389,7 @@ def logic_or_pool2d(
 
     Source: as in `logic_conv2d`.
     """
-    return max_pool2d.pool("logic_or_pool2d", x, pool, stride, padding, implementation)[0]
+    return max_pool2d.pool("logic_or_pool2d", x, pool, implementation, **options)[0]
 
 
 def _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation):
@@ -397,12 +407,7 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
     checks.shape(op, "x", x, "batch", wires.channels, "height", "width")
     stride = checks.pair(op, "stride", stride)
     padding = window_padding(op, padding, x.shape[2:], wires.window, stride)
-    for size, window, around in zip(x.shape[2:], wires.window, padding, strict=True):
-        if size + sum(around) < window:
-            raise ValueError(
-                f"{op}: the window, {wires.window[0]} x {wires.window[1]}, is larger than x, "
-                f"{x.shape[2]} x {x.shape[3]} with padding {padding}"
-            )
+    require_fit(op, "window", wires.window, x.shape[2:], padding)
     size = output_size(x.shape[2:], wires.window, stride=stride, padding=padding)
     pool = checks.pair(op, "pool", pool)
     if any(p > n for p, n in zip(pool, size, strict=True)):

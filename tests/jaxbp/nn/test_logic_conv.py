@@ -110,7 +110,7 @@ def test_every_logit_has_a_gradient():
 
 
 def test_convolutions_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="the window, 7 x 7, is larger than x, 6 x 6"):
+    with pytest.raises(ValueError, match="the window, 7 x 7, is larger than the input, 6 x 6"):
         network([LogicConvolution(4, 7)])
 
 

@@ -59,14 +59,37 @@ SHAPES = {
         "conv2d: x has 3 channels, w has shape (4, 1, 3, 2) and groups is 3; wants in_channels = groups * w.shape[1], "
         "and out_channels a multiple of groups",
     ),
+    "images NHWC": (
+        conv2d(zeros(2, 5, 6, 3)),
+        "conv2d: x has 5 channels, w has shape (4, 3, 3, 2) and groups is 1; wants in_channels = groups * w.shape[1], "
+        "and out_channels a multiple of groups. If x is NHWC, pass dimension_numbers, say ('NHWC', 'HWIO', 'NHWC')",
+    ),
+    "images NHWC and filters HWIO": (
+        conv2d(zeros(2, 5, 6, 3), zeros(3, 2, 3, 4)),
+        "conv2d: x has 5 channels, w has shape (3, 2, 3, 4) and groups is 1; wants in_channels = groups * w.shape[1], "
+        "and out_channels a multiple of groups. If x is NHWC, pass dimension_numbers, say ('NHWC', 'HWIO', 'NHWC')",
+    ),
+    "images NHWC to pool": (
+        max_pool2d(zeros(2, 5, 6, 1)),
+        "max_pool2d: the window, 2 x 2, is larger than the input, 6 x 1 with padding ((0, 0), (0, 0)). x has shape "
+        "(2, 5, 6, 1); if this is NHWC, pass channel_axis=-1",
+    ),
+    "a vector NHWC": (
+        conv2d(X[0], dimension_numbers=("NHWC", "HWIO", "NHWC"), w=zeros(3, 2, 5, 4)),
+        "conv2d: x has shape (3, 5, 6); wants (batch, height, width, in_channels)",
+    ),
+    "dy of conv1d_backward": (
+        lambda: jaxbp.conv1d_backward(zeros(2, 4, 5), zeros(2, 3, 5), zeros(4, 3, 2)),
+        "conv1d_backward: dy has shape (2, 4, 5); wants (2, 4, 4)",
+    ),
     "bias shape": (conv2d(b=zeros(3)), "conv2d: b has shape (3,); wants (4,)"),
     "filter larger than the input": (
         conv2d(w=zeros(4, 3, 6, 2)),
-        "conv2d: the filter, 6 x 2 with its dilation, is larger than the input, 5 x 6 with padding ((0, 0), (0, 0))",
+        "conv2d: the filter with its dilation, 6 x 2, is larger than the input, 5 x 6 with padding ((0, 0), (0, 0))",
     ),
     "dilated filter larger than the input": (
         conv2d(dilation=4, padding=(1, 0)),
-        "conv2d: the filter, 9 x 5 with its dilation, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
+        "conv2d: the filter with its dilation, 9 x 5, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
     ),
     "dy of conv2d_backward_input": (
         lambda: jaxbp.conv2d_backward_input(DY[:, :, :, 1:], W, (5, 6)),
@@ -272,6 +295,10 @@ DTYPES = {
         "sum: where has dtype float32; wants bool, say where != 0",
     ),
     "two numbers": (lambda: jaxbp.add(1.0, 2), "add: x1 is a float; wants an array"),
+    "an unknown option of a pool": (
+        max_pool2d(strides=2),
+        "max_pool2d: has no argument strides; wants some of stride, padding, dilation, ceil_mode, channel_axis",
+    ),
     "a list": (conv2d([[1.0]]), "conv2d: x is a list; wants an array"),
     "a list of labels": (cross_entropy(zeros(2, 3), [0, 1]), "softmax_cross_entropy: labels is a list; wants an array"),
     "a list of indices": (max_pool2d_backward(indices=[0]), "max_pool2d_backward: indices is list; wants integers"),
@@ -281,14 +308,18 @@ DTYPES = {
 }
 
 AN_INT = "an int of at least {}, or a pair of them"
+A_PADDING = (
+    "an int of at least 0, a sequence with such an int or a pair (before, after) for each of 2 axes, 'SAME', "
+    "'SAME_LOWER', or 'VALID'"
+)
 OPTIONS = {
     **{
         f"stride={stride!r}": (conv2d(stride=stride), f"conv2d: stride is {stride!r}; wants {AN_INT.format(1)}")
         for stride in (True, 1.0, 0, (1, 0), (1, True), (1, 1, 1), None)
     },
     **{
-        f"padding={padding!r}": (conv2d(padding=padding), f"conv2d: padding is {padding!r}; wants {AN_INT.format(0)}")
-        for padding in (-1, 0.5, (0, -1))
+        f"padding={padding!r}": (conv2d(padding=padding), f"conv2d: padding is {padding!r}; wants {A_PADDING}")
+        for padding in (-1, 0.5, (0, -1), (1, 2, 3), ((0, 1), (-1, 0)), "CAUSAL")
     },
     **{
         f"groups={groups!r}": (conv2d(groups=groups), f"conv2d: groups is {groups!r}; wants an int of at least 1")
@@ -296,11 +327,11 @@ OPTIONS = {
     },
     "unknown padding": (
         conv2d(padding="FULL"),
-        "conv2d: padding is 'FULL'; wants an int, a pair of ints, 'SAME' or 'VALID'",
+        f"conv2d: padding is 'FULL'; wants {A_PADDING}",
     ),
     "unknown padding of a pool": (
         max_pool2d(padding="reflect"),
-        "max_pool2d: padding is 'reflect'; wants an int, a pair of ints, 'SAME' or 'VALID'",
+        f"max_pool2d: padding is 'reflect'; wants {A_PADDING}",
     ),
     **{
         f"eps={eps!r}": (
@@ -310,6 +341,32 @@ OPTIONS = {
         for eps in (-1e-5, float("inf"), float("nan"), "1e-5", True)
     },
     "dilation": (conv2d(dilation=0), f"conv2d: dilation is 0; wants {AN_INT.format(1)}"),
+    "dimension_numbers": (
+        conv2d(dimension_numbers="NHWC"),
+        "conv2d: dimension_numbers is 'NHWC'; wants None or three layouts, say ('NHWC', 'HWIO', 'NHWC')",
+    ),
+    "padding of sequences": (
+        lambda: jaxbp.conv1d(zeros(2, 3, 5), zeros(4, 3, 2), padding=(1, 0)),
+        "conv1d: padding is (1, 0); wants an int of at least 0, a sequence with such an int or a pair (before, after) "
+        "for the axis, 'SAME', 'SAME_LOWER', 'CAUSAL', or 'VALID'",
+    ),
+    "stride of sequences": (
+        lambda: jaxbp.conv1d(zeros(2, 3, 5), zeros(4, 3, 2), stride=(1, 1)),
+        "conv1d: stride is (1, 1); wants an int of at least 1",
+    ),
+    "dilation of a pool": (max_pool2d(dilation=0), f"max_pool2d: dilation is 0; wants {AN_INT.format(1)}"),
+    "ceil_mode": (max_pool2d(ceil_mode=1), "max_pool2d: ceil_mode is 1; wants True or False"),
+    "count_include_pad": (
+        lambda: jaxbp.avg_pool2d(X, 2, count_include_pad=None),
+        "avg_pool2d: count_include_pad is None; wants True or False",
+    ),
+    **{
+        f"channel_axis={axis!r}": (
+            max_pool2d(channel_axis=axis),
+            f"max_pool2d: channel_axis is {axis!r}; wants an int from 1 to 3 or from -3 to -1",
+        )
+        for axis in (0, -4, 4, True, None)
+    },
     "window": (max_pool2d(window=0), f"max_pool2d: window is 0; wants {AN_INT.format(1)}"),
     "stride of a pool": (max_pool2d(stride=True), f"max_pool2d: stride is True; wants {AN_INT.format(1)}"),
     "size of the input": (

@@ -280,7 +280,7 @@ REFUSED = {
     "a small image": (
         call(x=(2, 3, 2, 8)),
         ValueError,
-        f"{OP}: the window, 3 x 2, is larger than x, 2 x 8 with padding ((0, 0), (0, 0))",
+        f"{OP}: the window, 3 x 2, is larger than the input, 2 x 8 with padding ((0, 0), (0, 0))",
     ),
     "a large pool": (
         call(pool=6),

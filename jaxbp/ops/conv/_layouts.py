@@ -1,0 +1,65 @@
+"""Layouts of images and filters. Ops compute with channels before rows and columns, NCHW and OIHW, and transpose arrays
+in another layout before and after. XLA combines these transposes with the convolution.
+
+A layout is a tuple of axes. The first entry is the axis of the batch, or of the output channels. The second entry is
+the axis of the channels, or of the input channels. The other entries are the spatial axes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array, lax
+
+from jaxbp.common import checks
+
+DimensionNumbers = lax.ConvDimensionNumbers | Sequence[str] | None
+"""The layouts of x, w, and y, such as ("NHWC", "HWIO", "NHWC"), as in `jax.lax.conv_general_dilated`."""
+Layout = tuple[int, ...]
+
+
+def dimension_numbers(op: str, value: DimensionNumbers, spatial_axes: int = 2) -> lax.ConvDimensionNumbers:
+    """Return the layouts of x, w, and y. None means NCHW, OIHW, and NCHW, or NCW, OIW, and NCW.
+
+    Raises:
+      ValueError: value does not describe three layouts.
+    """
+    shape = (1,) * (2 + spatial_axes)
+    try:
+        return lax.conv_dimension_numbers(shape, shape, value if value is None or _is_named(value) else tuple(value))
+    except (TypeError, ValueError):
+        example = ("NHWC", "HWIO", "NHWC") if spatial_axes == 2 else ("NWC", "WIO", "NWC")
+        raise ValueError(f"{op}: dimension_numbers is {value!r}; wants None or three layouts, say {example}") from None
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, lax.ConvDimensionNumbers)
+
+
+def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
+    """Return the layout of images with the batch on axis 0 and the channels on `channel_axis`. `options`, the other
+    options of a pool, are ignored.
+
+    Raises:
+      ValueError: channel_axis is not an axis after the batch.
+    """
+    if not checks.is_int(channel_axis) or channel_axis not in (1, 2, 3, -1, -2, -3):
+        raise ValueError(f"{op}: channel_axis is {channel_axis!r}; wants an int from 1 to 3 or from -3 to -1")
+    channels = int(channel_axis) % 4
+    return (0, channels, *(axis for axis in (1, 2, 3) if axis != channels))
+
+
+def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
+    """Return `a`, whose axes are in this layout, with the channels before rows and columns. Require that the result has
+    the shape `wanted`, as `checks.shape` does."""
+    checks.shape(op, name, a, *(wanted[layout.index(axis)] for axis in range(len(layout))))
+    return a if _is_default(layout) else a.transpose(layout)
+
+
+def restore(a: Array, layout: Layout) -> Array:
+    """Return `a`, which has the channels before rows and columns, with its axes in this layout."""
+    return a if _is_default(layout) else a.transpose(tuple(map(int, np.argsort(layout))))
+
+
+def _is_default(layout: Layout) -> bool:
+    return tuple(layout) == tuple(range(len(layout)))

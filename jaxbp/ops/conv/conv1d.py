@@ -1,0 +1,122 @@
+"""One-dimensional convolution over sequences. It is `conv2d` on images with one row."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jaxtyping import Float
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.windows import Padding, output_size
+from jaxbp.ops.conv import _layouts as layouts
+from jaxbp.ops.conv import conv2d
+from jaxbp.ops.conv._layouts import DimensionNumbers
+from jaxbp.pairing import Implementation
+
+
+def conv1d(
+    x: Float[AnyArray, "batch in_channels width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_width"],
+    b: Float[AnyArray, "out_channels"] | None = None,
+    *,
+    stride: int = 1,
+    padding: Padding = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    dimension_numbers: DimensionNumbers = None,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> Float[Array, "batch out_channels out_width"]:
+    """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p]
+    w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
+
+    With `padding="CAUSAL"` and stride 1, y at one position depends on x at this position and before it. With `groups`
+    equal to the number of channels, it is the depthwise convolution of Mamba.
+
+    Args:
+      x: sequences, NCW.
+      w: filters, OIW.
+      b: one bias per output channel, or None.
+      padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
+        "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
+      dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NWC", "WIO",
+        "NWC"). None means ("NCW", "OIW", "NCW").
+      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
+      Other arguments: as in `conv2d`.
+
+    Returns:
+      y, in x's dtype. Its width is `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv2d`.
+
+    Source: as in `conv2d`; A. van den Oord et al., "WaveNet", arXiv:1609.03499 (causal padding).
+    """
+    op = "conv1d"
+    x, w, b = checks.floating(op, x=x, w=w, b=b)
+    layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
+    given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+    x, w, options = conv2d.check(op, x, w, b, layout, **given)
+    y = conv2d.CONV2D.named(op)(_row(x), _row(w), b, implementation=implementation, **_of_row(options))
+    return layouts.restore(lax.squeeze(y, (2,)), layout.out_spec)
+
+
+def conv1d_backward(
+    dy: Float[AnyArray, "batch out_channels out_width"],
+    x: Float[AnyArray, "batch in_channels width"],
+    w: Float[AnyArray, "out_channels in_channels/groups filter_width"],
+    *,
+    stride: int = 1,
+    padding: Padding = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    dimension_numbers: DimensionNumbers = None,
+    precision: PrecisionLike = None,
+    implementation: Implementation = None,
+) -> tuple[
+    Float[Array, "batch in_channels width"],
+    Float[Array, "out_channels in_channels/groups filter_width"],
+    Float[Array, "out_channels"],
+]:
+    """Gradients of `conv1d` with respect to x, w, and b.
+
+    `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h`,
+    `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
+
+    Args:
+      dy: gradient with respect to y.
+      x, w: as in the forward.
+      Other arguments: as in `conv1d`.
+
+    Returns:
+      (dx, dw, db), in the shapes and dtypes of x, w, and b.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `conv1d`.
+
+    Source: as in `conv2d`, chapter 4.
+    """
+    op = "conv1d_backward"
+    dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
+    layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
+    given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+    x, w, options = conv2d.check(op, x, w, None, layout, **given)
+    size = output_size(x.shape[2:], w.shape[2:], **options)
+    dy = layouts.arrange(op, "dy", dy, layout.out_spec, x.shape[0], w.shape[0], *size)
+    arrays = _row(dy), _row(x), _row(w), jnp.zeros(w.shape[:1], w.dtype)
+    dx, dw, db = conv2d.CONV2D.vjp.named(op)(*arrays, implementation=implementation, **_of_row(options))
+    dx, dw = lax.squeeze(dx, (2,)), lax.squeeze(dw, (2,))
+    return layouts.restore(dx, layout.lhs_spec), layouts.restore(dw, layout.rhs_spec), db
+
+
+def _row(a):
+    """Return sequences as images with one row."""
+    return a.reshape(*a.shape[:2], 1, *a.shape[2:])  # the gradient of `lax.expand_dims` would be a sum
+
+
+def _of_row(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for images with one row."""
+    one_row = dict(stride=(1,), dilation=(1,), padding=((0, 0),))
+    return options | {name: (*row, *options[name]) for name, row in one_row.items()}
