@@ -11,7 +11,7 @@ FUNCTIONS = {"exp", "ln", "tanh", "sin", "cos", "max", "min", "mean", "var", "si
 NAMES = """
     activation alpha arr axes base batch bias ddof delta eps epsilon frequencies gate head_dim indices inv_rms inv_std
     label labels logits loss lower mean negative_slope onehot op predictions probabilities rate scale table targets
-    up upper var
+    up upper var z_loss
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
 """Variables with more than two letters. Text with any other word is not a formula."""
