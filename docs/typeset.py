@@ -9,8 +9,9 @@ import re
 
 FUNCTIONS = {"exp", "ln", "tanh", "sin", "cos", "max", "min", "mean", "var", "sign", "softmax", "softplus", "logsumexp"}
 NAMES = """
-    alpha arr axes batch bias ddof delta eps epsilon inv_rms inv_std label labels logits loss lower mean negative_slope
-    onehot op predictions probabilities rate scale targets upper var
+    activation alpha arr axes base batch bias ddof delta eps epsilon frequencies gate head_dim indices inv_rms inv_std
+    label labels logits loss lower mean negative_slope onehot op predictions probabilities rate scale table targets
+    up upper var z_loss
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
 """Variables with more than two letters. Text with any other word is not a formula."""
@@ -20,6 +21,7 @@ SIGNS = {
     "σ": r"\sigma ",
     "Φ": r"\Phi ",
     "φ": r"\varphi ",
+    "θ": r"\theta ",
     "π": r"\pi ",
     "∂": r"\partial ",
     "·": r"\cdot ",
@@ -33,7 +35,7 @@ SCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ˣ₀₁₂₃ᵢⱼₖ", "012
 TOKEN = re.compile(
     rf"""(?P<power>\ *\*\*\ *) | (?P<space>\ +) | (?P<root>√|sqrt\b) | (?P<number>\d+(?:\.\d+)?)
     | (?P<name>[A-Za-z]\u0302?[A-Za-z0-9]*(?:_[A-Za-z]{{2,}})*) | (?P<index>_\{{[^}}]*\}}|_[A-Za-z0-9]+)
-    | (?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ˣᵀ]+) | (?P<lowered>[₀₁₂₃ᵢⱼₖ]+) | (?P<letter>[ΣσΦφ∂½])
+    | (?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ˣᵀ]+) | (?P<lowered>[₀₁₂₃ᵢⱼₖ]+) | (?P<letter>[ΣσΦφθ∂½])
     | (?P<sign><=|>=|[{re.escape("".join(sign for sign in SIGNS if len(sign) == 1))}])
     | (?P<open>[(\[]) | (?P<close>[)\]])""",
     re.VERBOSE,

@@ -37,6 +37,8 @@ from .ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_indices
 from .ops.conv.max_pool2d import max_pool2d as max_pool2d
 from .ops.conv.max_pool2d import max_pool2d_backward as max_pool2d_backward
 from .ops.conv.max_pool2d import max_pool2d_with_indices as max_pool2d_with_indices
+from .ops.dense.embedding import embedding as embedding
+from .ops.dense.embedding import embedding_backward as embedding_backward
 from .ops.dense.linear import linear as linear
 from .ops.dense.linear import linear_backward as linear_backward
 from .ops.dense.linear_algebra import dot as dot
@@ -138,6 +140,8 @@ from .ops.pointwise.elementwise import sin as sin
 from .ops.pointwise.elementwise import sin_backward as sin_backward
 from .ops.pointwise.elementwise import sqrt as sqrt
 from .ops.pointwise.elementwise import sqrt_backward as sqrt_backward
+from .ops.pointwise.gated_linear_unit import gated_linear_unit as gated_linear_unit
+from .ops.pointwise.gated_linear_unit import gated_linear_unit_backward as gated_linear_unit_backward
 from .ops.pointwise.losses import binary_cross_entropy as binary_cross_entropy
 from .ops.pointwise.losses import binary_cross_entropy_backward as binary_cross_entropy_backward
 from .ops.pointwise.losses import huber as huber
@@ -162,6 +166,8 @@ from .ops.pointwise.reductions import sum as sum
 from .ops.pointwise.reductions import sum_backward as sum_backward
 from .ops.pointwise.reductions import var as var
 from .ops.pointwise.reductions import var_backward as var_backward
+from .ops.pointwise.rotary_embedding import rotary_embedding as rotary_embedding
+from .ops.pointwise.rotary_embedding import rotary_embedding_backward as rotary_embedding_backward
 from .ops.pointwise.shapes import flatten as flatten
 from .pairing import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .pairing import DefaultImplementation as DefaultImplementation

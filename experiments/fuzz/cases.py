@@ -290,6 +290,8 @@ def _options(random, entry, options, arguments):
         "min": [-1.0, -0.3, None],
         "max": [0.5, 1.0, None],
         "rate": [0.0, 0.3, 0.9],
+        "interleaved": [False, True],
+        "activation": ["silu", "gelu", "gelu_exact", "relu", "sigmoid"],
     }
     for name in [name for name in choices if name in names]:
         drawn[name] = choices[name][random.integers(len(choices[name]))]

@@ -15,12 +15,21 @@ import jax.numpy as jnp
 from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
 from jaxbp.logic.gates import PASS_THROUGH
 from jaxbp.ops.conv import avg_pool2d, conv1d, conv2d, conv2d_relu_max_pool2d, max_pool2d
-from jaxbp.ops.dense import linear, linear_algebra, softmax_cross_entropy
+from jaxbp.ops.dense import embedding, linear, linear_algebra, softmax_cross_entropy
 from jaxbp.ops.dense import linear_softmax_cross_entropy as fused_loss
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp
 from jaxbp.ops.logic import automaton_rollout, gate_layer, logic_conv2d
 from jaxbp.ops.norm import batch_norm, group_norm, layer_norm, layer_norm_linear
-from jaxbp.ops.pointwise import activations, arithmetic, dropout, elementwise, losses, reductions
+from jaxbp.ops.pointwise import (
+    activations,
+    arithmetic,
+    dropout,
+    elementwise,
+    gated_linear_unit,
+    losses,
+    reductions,
+    rotary_embedding,
+)
 
 
 def _case(*arguments: Any, **options: Any) -> Case:
@@ -151,6 +160,11 @@ def _large_vocabulary(features: int, classes: int) -> tuple[Any, ...]:
 def _rows(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
     """Return one case per tuple `(rows, *size)` in `sizes`: the case `of(*size)`, with `rows` as its batch size."""
     return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
+
+
+def _tokens(num_embeddings: int, features: int) -> Case:
+    indices = Argument((BATCH,), below=num_embeddings)
+    return _case((BATCH, features), indices, (num_embeddings, features))
 
 
 _NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
@@ -503,6 +517,28 @@ CATALOGUE: tuple[Entry, ...] = (
         logic_conv2d.logic_or_pool2d,
         _case(_APART, pool=2),
         {"pool1": _case((BATCH, 64, 24, 24), pool=2)},
+    ),
+    *_pair(
+        embedding.embedding,
+        _case((2, 3, 4), Argument((2, 3), below=5), (5, 4)),
+        {
+            "characters": _tokens(65, 384),
+            # a vocabulary of a language model
+            **_rows((32768, 128256, 2560), of=_tokens),
+        },
+    ),
+    *_pair(
+        rotary_embedding.rotary_embedding,
+        _case((2, 3, 2, 4), (2, 3, 2, 4), Argument((2, 3, 1), below=50)),
+        {"heads": _case((BATCH, 16, 4, 64), (BATCH, 16, 4, 64), Argument((1, 16, 1), below=2048))},
+        takes=slice(1, None),
+        like="relu",
+    ),
+    *_pair(
+        gated_linear_unit.gated_linear_unit,
+        _case((2, 3, 4), (2, 3, 4), (2, 3, 4), activation="gelu"),
+        {"hidden": _case((BATCH, 1024), (BATCH, 1024), (BATCH, 1024))},
+        like="divide",
     ),
     *_ticks(automaton_rollout.automaton_step),
     *_ticks(automaton_rollout.automaton_rollout, steps=2),

@@ -1,0 +1,189 @@
+"""Embedding: each index selects a row of a table, and the backward adds up the gradients of each row without atomics.
+
+The backward sorts the indices stably, so that equal indices form a run, and adds the gradients of each run in a fixed
+order, in float32. Two calls therefore give the same bits. On a GPU, JAX's autodiff adds the gradients with atomics, in
+any order and in dy's dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Int
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast, wide
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
+from jaxbp.pairing import Implementation, Pair, differentiable
+from jaxbp.sharding import batched, on_explicit_axes
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.dense import embedding as kernels
+
+
+def _forward(indices, table, *, num_embeddings):
+    sharding = None
+    if on_explicit_axes((indices, table)):
+        of_indices, of_table = jax.typeof(indices).sharding, jax.typeof(table).sharding
+        sharding = NamedSharding(of_table.mesh, PartitionSpec(*of_indices.spec, of_table.spec[1]))
+    return table.at[indices].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding)
+
+
+def _save(indices, table, *, num_embeddings):
+    return _forward(indices, table, num_embeddings=num_embeddings), (indices,)
+
+
+def _residuals(indices, table, *, num_embeddings):
+    return (indices,)
+
+
+def _tokens(dy, indices, num_embeddings):
+    """Return dy as a matrix with one row per index, and the row of the table that each index selects.
+
+    The row of an index that is out of range is `num_embeddings`. A negative index counts from the end.
+    """
+    rows = indices.reshape(-1)
+    rows = jnp.where(rows < 0, rows + num_embeddings, rows)
+    rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)
+    return dy.reshape(*rows.shape, dy.shape[-1]), rows.astype(jnp.int32)
+
+
+def _sorted(rows):
+    """Return the rows in ascending order, and the position from which each one came. Equal rows keep their order."""
+    return lax.sort_key_val(rows, jnp.arange(rows.shape[0], dtype=jnp.int32))
+
+
+def _add_runs(values, rows):
+    """Return for each token the sum of `values` from the beginning of its run of equal rows up to the token.
+
+    Each pass doubles the number of tokens that are added, until it exceeds the length of the longest run.
+    """
+    token = jnp.arange(rows.shape[0])
+
+    def is_same_run(distance):
+        return (token >= distance) & (rows[jnp.maximum(token - distance, 0)] == rows)
+
+    def double(state):
+        distance, sums = state
+        before = sums[jnp.maximum(token - distance, 0)]
+        return 2 * distance, sums + jnp.where(is_same_run(distance)[:, None], before, 0.0)
+
+    return lax.while_loop(lambda state: jnp.any(is_same_run(state[0])), double, (jnp.int32(1), values))[1]
+
+
+def _sums_of_runs(dy, indices, *, num_embeddings):
+    dy, rows = _tokens(dy, indices, num_embeddings)
+    rows, order = _sorted(rows)
+    sums = _add_runs(upcast(dy)[order], rows)
+    is_last = jnp.append(rows, -1)[1:] != rows
+    # Only the sum at the end of a run is written. The other sums get a row out of range, and are dropped.
+    dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
+    dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
+    return None, dtable.astype(dy.dtype)
+
+
+def _scatter(dy, indices, *, num_embeddings):
+    """Return the same gradients by JAX's scatter. Derivatives of the backward are derivatives of this function."""
+    dy, rows = _tokens(dy, indices, num_embeddings)
+    dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
+    return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
+
+
+def _kernel(dy, indices, *, num_embeddings):
+    if dy.size == 0:
+        return _scatter(dy, indices, num_embeddings=num_embeddings)
+    dy, rows = _tokens(dy, indices, num_embeddings)
+    rows, order = _sorted(rows)
+    starts = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32)).astype(jnp.int32)
+    padded = jnp.pad(dy, ((0, 0), (0, -dy.shape[1] % LANES)))
+    return None, kernels.table_gradient(padded, order, starts)[:, : dy.shape[1]]
+
+
+def _unsupported(indices, table, *, num_embeddings):
+    if indices.size * table.shape[1] >= 2**31:
+        return "2^31 or more elements"
+    return checks.unsupported(table)
+
+
+_SUMS_OF_RUNS = differentiable(_sums_of_runs, _scatter, batched(0, 1))
+_EMBEDDING = Pair(
+    _forward,
+    {"xla": _SUMS_OF_RUNS, "pallas": _kernel},
+    save=_save,
+    residuals=_residuals,
+    name="embedding",
+    unsupported=_unsupported,
+    batch_axes=batched(0, 1),
+    default=AUTODIFF_EVERYWHERE,
+    jit=True,
+)
+
+
+def embedding(
+    indices: Int[AnyArray, "*batch"],
+    table: Float[AnyArray, "num_embeddings features"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "*batch features"]:
+    """Embedding, `y = table[indices]`: one row of the table per index.
+
+    As in `jax.numpy.take` and in Flax's `Embed`, a negative index counts from the end, and an index outside
+    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient.
+
+    Args:
+      indices: integers, in any shape.
+      table: one row per embedding, in any floating dtype. The kernel supports float32, bfloat16, and float16.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in the table's dtype. The backward keeps only the indices.
+
+    Raises:
+      TypeError: the indices are not integers, or the table is not floating.
+      ValueError: the table is not a matrix with at least one row and one column.
+
+    Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
+    """
+    indices, table = _check("embedding", indices, table)
+    return _EMBEDDING(indices, table, num_embeddings=table.shape[0], implementation=implementation)
+
+
+def embedding_backward(
+    dy: Float[AnyArray, "*batch features"],
+    indices: Int[AnyArray, "*batch"],
+    table: Float[AnyArray, "num_embeddings features"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "num_embeddings features"]:
+    """Gradient of `embedding` with respect to the table: `dtable_k = Σ_i dy_i`, where the sum is over the indices that
+    select row k.
+
+    Args:
+      dy: gradient with respect to y.
+      indices: as in the forward.
+      table: as in the forward. Only its shape and dtype are used.
+      implementation: as in `embedding`. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff" sums
+        in dy's dtype, on a GPU with atomics.
+
+    Returns:
+      dtable, in the shape and dtype of the table. Rows that no index selects are 0.
+
+    Raises:
+      TypeError, ValueError: as in `embedding`, or the shape or dtype of dy does not fit.
+    """
+    op = "embedding_backward"
+    indices, table = _check(op, indices, table)
+    dy, _ = checks.floating(op, dy=dy, table=table)
+    checks.shape(op, "dy", dy, *indices.shape, table.shape[1])
+    return _EMBEDDING.vjp(dy, indices, table, num_embeddings=table.shape[0], implementation=implementation)
+
+
+def _check(op, indices, table):
+    indices = checks.array(op, "indices", indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: indices has dtype {indices.dtype}; wants integers, say indices.astype(jnp.int32)")
+    if indices.dtype.itemsize < 4:  # the number of rows may not fit
+        indices = indices.astype(jnp.int32)
+    (table,) = checks.floating(op, table=table)
+    checks.shape(op, "table", table, "num_embeddings", "features")
+    return indices, table

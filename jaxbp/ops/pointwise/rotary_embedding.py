@@ -1,0 +1,180 @@
+"""Rotary embedding: pairs of features are rotated by angles that grow with the position of a token.
+
+A rotation is linear, and its transpose is the rotation by the opposite angle. The backward therefore needs only the
+positions, and x is not saved.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxbp.common import checks
+from jaxbp.common.checks import AnyArray
+from jaxbp.common.numerics import upcast, wide
+from jaxbp.ops._defaults import XLA_ON_GPU
+from jaxbp.pairing import Implementation, Pair
+from jaxbp.sharding import Axes
+from pallas_kernels.pointwise.elementwise import elementwise
+
+AnyHeads = Float[AnyArray, "*batch head_dim"]
+Heads = Float[Array, "*batch head_dim"]
+AnyPositions = Int[AnyArray, "*positions"]
+
+
+def _angles(positions, dtype, frequencies):
+    return positions.astype(dtype)[..., None] * jnp.asarray(frequencies, dtype)
+
+
+def _apply_to_pairs(function, x, interleaved):
+    """Return `function(x1, x2)` as an array like x, where x1 and x2 are the features of each pair."""
+    half = x.shape[-1] // 2
+    axis, sizes = (-1, (half, 2)) if interleaved else (-2, (2, half))
+    x1, x2 = jnp.moveaxis(x.reshape(*x.shape[:-1], *sizes), axis, 0)
+    return jnp.stack(function(x1, x2), axis).reshape(x.shape)
+
+
+def _rotate(x1, x2, cos, sin):
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+def _rotated(x, angles, interleaved):
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return _apply_to_pairs(lambda x1, x2: _rotate(x1, x2, cos, sin), upcast(x), interleaved).astype(x.dtype)
+
+
+def _forward(x, positions, *, frequencies, interleaved):
+    return _rotated(x, _angles(positions, wide(x.dtype), frequencies), interleaved)
+
+
+def _gradient(dy, positions, *, frequencies, interleaved):
+    return _rotated(dy, -_angles(positions, wide(dy.dtype), frequencies), interleaved), None
+
+
+def _gradient_kernel(dy, positions, *, frequencies, interleaved):
+    angles = -_angles(positions, wide(dy.dtype), frequencies)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return _apply_to_pairs(lambda dy1, dy2: elementwise(_rotate, dy1, dy2, cos, sin), dy, interleaved), None
+
+
+def _save(x, positions, **options):
+    return _forward(x, positions, **options), (positions,)
+
+
+def _residuals(x, positions, **options):
+    return (positions,)
+
+
+def _batch_axes(dy, positions):
+    """Return the batch axes. The leading axis of the positions is a batch axis unless it is broadcast."""
+    if dy.ndim == 1:
+        return Axes({})
+    return Axes({0: 0, 1: 0} if len(positions) == len(dy) else {0: 0})
+
+
+_ROTARY_EMBEDDING = Pair(
+    _forward,
+    {"xla": _gradient, "pallas": _gradient_kernel},
+    save=_save,
+    residuals=_residuals,
+    name="rotary_embedding",
+    unsupported=checks.unsupported,
+    batch_axes=_batch_axes,
+    default=XLA_ON_GPU,
+    jit=True,
+)
+
+
+def rotary_embedding(
+    x: AnyHeads,
+    positions: AnyPositions,
+    *,
+    base: float = 10_000.0,
+    frequencies: Sequence[float] | None = None,
+    interleaved: bool = False,
+    implementation: Implementation = None,
+) -> Heads:
+    """Rotary embedding (RoPE), `y1 = x1 cos θ - x2 sin θ, y2 = x2 cos θ + x1 sin θ` for each pair of features (x1, x2).
+
+    The angle of pair i at position p is `θ = p frequencies_i`, with `frequencies_i = base ** (-2 i / head_dim)` by
+    default.
+
+    Args:
+      x: queries or keys, with any leading axes, and an even number of features per head in the last axis.
+      positions: the position of each token, integers. They have one axis per leading axis of x. An axis has the size of
+        x's axis, or size 1, which broadcasts. For example, x of shape `(batch, length, heads, head_dim)` takes
+        positions of shape `(batch, length, 1)` or `(1, length, 1)`.
+      base: the base of the default frequencies, a number of at least 1.
+      frequencies: one number per pair, in radians per position, or None. It replaces `base`, for example for
+        frequencies that are scaled to a longer context. A pair with frequency 0 is not rotated.
+      interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, it
+        consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+
+    Returns:
+      y, in x's shape and dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded. The
+      positions have no gradient.
+
+    Raises:
+      TypeError: x is not floating, or the positions are not integers.
+      ValueError: shapes do not fit, or an option is invalid.
+
+    Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
+    """
+    x, positions, options = _check("rotary_embedding", "x", x, positions, base, frequencies, interleaved)
+    return _ROTARY_EMBEDDING(x, positions, **options, implementation=implementation)
+
+
+def rotary_embedding_backward(
+    dy: AnyHeads,
+    positions: AnyPositions,
+    *,
+    base: float = 10_000.0,
+    frequencies: Sequence[float] | None = None,
+    interleaved: bool = False,
+    implementation: Implementation = None,
+) -> Heads:
+    """Gradient of `rotary_embedding`: the rotation of dy by the opposite angles,
+    `dx1 = dy1 cos θ + dy2 sin θ, dx2 = dy2 cos θ - dy1 sin θ`.
+
+    Raises:
+      TypeError, ValueError: as in `rotary_embedding`.
+    """
+    op = "rotary_embedding_backward"
+    dy, positions, options = _check(op, "dy", dy, positions, base, frequencies, interleaved)
+    # The forward is linear in x, so the gradient does not depend on x. `vjp` therefore gets dy in place of x.
+    return _ROTARY_EMBEDDING.vjp(dy, dy, positions, **options, implementation=implementation)
+
+
+def _check(op, name, x, positions, base, frequencies, interleaved):
+    (x,) = checks.floating(op, **{name: x})
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: {name} has shape {x.shape}; wants (..., head_dim), an even number of features per head"
+        )
+    positions = checks.array(op, "positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        wanted = "integers; to scale them, pass frequencies"
+        raise TypeError(f"{op}: positions has dtype {positions.dtype}; wants {wanted}")
+    lead = x.shape[:-1]
+    fits = positions.ndim == len(lead) and all(n in (1, m) for n, m in zip(positions.shape, lead, strict=True))
+    if not fits:
+        wanted = f"one axis per leading axis of {name}, {lead}, each of this size or of size 1"
+        raise ValueError(f"{op}: positions has shape {positions.shape}; wants {wanted}")
+    options = dict(
+        frequencies=_frequencies(op, x.shape[-1], base, frequencies),
+        interleaved=checks.boolean(op, "interleaved", interleaved),
+    )
+    return x, positions, options
+
+
+def _frequencies(op, head_dim, base, frequencies):
+    """Return one frequency per pair, as Python numbers, so that they are static and exact in float64."""
+    if frequencies is None:
+        base = checks.number(op, "base", base, low=1.0)
+        return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    if not isinstance(frequencies, Sequence | np.ndarray) or len(frequencies) != head_dim // 2:
+        raise ValueError(f"{op}: frequencies is {frequencies!r}; wants {head_dim // 2} numbers, one per pair")
+    return tuple(checks.number(op, "frequencies", frequency) for frequency in frequencies)
