@@ -36,7 +36,20 @@ def test_its_code_runs(page):
 
 
 def test_code_is_in_the_pages_that_teach():
-    assert {page.stem for page in PAGES if CODE[page]} >= {"install", "tutorial", "reading_a_backward", "numerics"}
+    teaching = {"install", "tutorial", "kernel_bodies", "tutorial_faster", "reading_a_backward", "numerics"}
+    assert {page.stem for page in PAGES if CODE[page]} >= teaching
+
+
+def test_the_errors_of_kernel_bodies_are_the_errors_that_are_raised(capsys):
+    page = DOCS / "kernel_bodies.md"
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page.read_text(), re.MULTILINE | re.DOTALL)
+    namespace, shown = {"__name__": page.stem}, []
+    for code, text in blocks:
+        exec(compile(code, page.name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        shown.append(text)
+        assert re.sub(rf"^mine: {page.name}:\d+: ", "", printed).split() == text.split()
+    assert sum("; wants " in text for text in shown) == page.read_text().count("def wrong(") > 5
 
 
 def test_the_table_of_tolerances_is_the_librarys():

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_an_interpreter")
 
 ROWS = jax.ShapeDtypeStruct((2, LANES), jnp.float32)
 SHORT = jax.ShapeDtypeStruct((2, 96), jnp.float32)
+LONG = jax.ShapeDtypeStruct((2, 4 * LANES), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((LANES, LANES), jnp.float32)
 INDICES = jax.ShapeDtypeStruct((LANES,), jnp.int32)
 
@@ -58,6 +59,10 @@ def taken(x_ref, index_ref, y_ref, *, i):
     y_ref[i] = jnp.take(x_ref[i], index_ref[FIRST])  # fails
 
 
+def mixed_dtypes(x_ref, scale_ref, y_ref, *, i):
+    y_ref[i] = x_ref[i] * scale_ref[i]  # fails
+
+
 def one_axis(x_ref, y_ref, *, i):
     y_ref[i] = jnp.sum(x_ref[...], axis=0)  # fails
 
@@ -84,9 +89,10 @@ BODIES = [
     (loaded_index, (SQUARE, INDICES), "", "wants scalars and slices"),
     (loaded_rows, (SQUARE, INDICES), "int_indexer_shape non-empty", "`x_ref[index_ref[row]]`"),
     (taken, (ROWS, INDICES), "Unsupported layout", "wants scalars and slices"),
+    (mixed_dtypes, (LONG, LONG.update(dtype=jnp.bfloat16)), "Incompatible FragmentedArray", "`vector_length(*arrays)`"),
     (one_axis, (ROWS,), "No support for axes", "as in `jnp.sum(x_ref[row])`"),
     (iota, (ROWS,), "iota", "Pass the numbers to `launch` as an array"),
-    (slice_of_registers, (jax.ShapeDtypeStruct((2, 2 * LANES), jnp.float32),), "sliced", "a slice of the reference"),
+    (slice_of_registers, (LONG,), "sliced", "a slice of the reference"),
     (other_primitive, (ROWS,), "cumsum", "the body uses `cumsum`"),
 ]
 
