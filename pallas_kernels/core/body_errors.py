@@ -43,9 +43,9 @@ _ADVICE = {
         "On a GPU, `pallas_kernels.core.gathers` reads one element per thread"
     ),
     r"Incompatible FragmentedArray layouts": (
-        "two vectors differ in the number of adjacent elements per thread, because their dtypes differ; wants arrays of "
-        "one dtype, or vectors of `vector_length(*arrays)` elements of `pallas_kernels.core.layouts`. Convert an array "
-        "before `launch`, or read `pl.ds(start, length)`"
+        "two vectors differ in the number of adjacent elements per thread, because their dtypes differ; wants arrays "
+        "of one dtype, or vectors of `vector_length(*arrays)` elements of `pallas_kernels.core.layouts`. Convert an "
+        "array before `launch`, or read `pl.ds(start, length)`"
     ),
     r"No support for axes": (
         "a sum or a maximum is over one of several axes; wants one over a whole vector. Read one row, as in "
