@@ -107,6 +107,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "dtypes": bench_tables.dtypes,
     "training": run_tables.training,
     "seeds": run_tables.seeds,
+    "steps": run_tables.steps,
     "profile": run_tables.profile,
     "accuracy": run_tables.accuracy,
     "fuzz": run_tables.fuzz,

@@ -28,7 +28,10 @@ def name_of(page):
     return str(page.relative_to(DOCS.parent))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if CODE[page]], ids=name_of)
+KERNEL_BODIES = DOCS / "kernel_bodies.md"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE[page] and page != KERNEL_BODIES], ids=name_of)
 def test_its_code_runs(page):
     namespace = {"__name__": page.stem}
     for code in CODE[page]:
@@ -36,7 +39,20 @@ def test_its_code_runs(page):
 
 
 def test_code_is_in_the_pages_that_teach():
-    assert {page.stem for page in PAGES if CODE[page]} >= {"install", "tutorial", "reading_a_backward", "numerics"}
+    teaching = {"install", "tutorial", "kernel_bodies", "tutorial_faster", "reading_a_backward", "numerics"}
+    assert {page.stem for page in PAGES if CODE[page]} >= teaching
+
+
+def test_the_code_of_kernel_bodies_runs_and_raises_the_errors_on_the_page(capsys):
+    name, text = KERNEL_BODIES.name, KERNEL_BODIES.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL)
+    namespace = {"__name__": KERNEL_BODIES.stem}
+    for code, shown in blocks:
+        exec(compile(code, name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert re.sub(rf"^mine: {name}:\d+: ", "", printed).split() == shown.split()
+    assert len(blocks) == len(CODE[KERNEL_BODIES])
+    assert sum("; wants " in shown for _, shown in blocks) == text.count("def wrong(") > 5
 
 
 def test_the_table_of_tolerances_is_the_librarys():
@@ -546,6 +562,14 @@ def test_older_studies_say_their_settings_in_several_fields(book):
     assert second[0] == 'mnist, s, `{"shift": 1}`' and second[-1] == "" and "; A CPU; gcc 12, -O3" in page
     rows = [{"experiment": "lenet", "precision": "float32", "test_accuracy": 0.5}]
     assert cells(book("seeds run", run=report(*rows)))[1] == ["lenet, float32", "1", "0.5000 ± 0.0000"]
+
+
+def test_each_step_of_the_tutorial_has_its_share_of_the_roofline(book):
+    assert "*Not measured yet" in book("steps run")
+    rows = [{"step": "naive", "microseconds": 400.0, "roofline_microseconds": 100.0, "roofline_share": 0.25}]
+    page = book("steps run", run=report(*rows) | {"shape": [65536, 1024], "dtype": "bfloat16"})
+    assert cells(page) == [["step", "time, µs", "share of the roofline"], ["naive", "400", "25%"]]
+    assert "65,536 rows of 1,024 in bfloat16." in page and "a device" in page
 
 
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):

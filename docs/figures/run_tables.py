@@ -157,6 +157,19 @@ def fuzz(reports: Reports) -> str:
     return markdown(["run", "device", "cases", "unsupported by a kernel", "failed", "crashed", "seconds"], lines)
 
 
+def steps(reports: Reports) -> str:
+    """Return a table with one line per step of the tutorial of a faster kernel."""
+    lines = [
+        [row["step"], number(row["microseconds"]), percent(row["roofline_share"])]
+        for report in reports.values()
+        for row in report["rows"]
+    ]
+    sizes = (
+        f"{report['shape'][0]:,} rows of {report['shape'][1]:,} in {report['dtype']}" for report in reports.values()
+    )
+    return f"{markdown(['step', 'time, µs', 'share of the roofline'], lines)}\n\n{'; '.join(sizes)}."
+
+
 SAYS_NOTHING = ("failed", "timed out")
 """Outcomes of the sanitizer that are inconclusive."""
 

@@ -31,16 +31,19 @@ import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Two functions have no public name in JAX 0.10.2. One evaluates a primitive outside of jit. The other disables, within
-# a kernel, the types in which shard_map records along which mesh axes a value varies.
+# These functions have no public name in JAX 0.10.2. The first disables, within a kernel, the types in which shard_map
+# records along which mesh axes a value varies. The second evaluates a primitive outside of jit. The others control
+# which line each operation records.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
+from jax._src.source_info_util import _source_info_context, new_source_info
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
+from pallas_kernels.core.body_errors import explained
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.mosaic import plgpu
@@ -90,6 +93,10 @@ def launch(
 
     Returns:
       An array for each leaf of `out`, in its structure.
+
+    Raises:
+      NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
+        the body's line and a way to avoid the error: see `docs/kernel_bodies.md`.
     """
     # The default semantics differ between JAX versions. Lane lowers unrolled bodies much faster.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
@@ -150,7 +157,8 @@ def _mosaic(
             inputs, others, rest = refs[: len(arrays)], refs[len(arrays) :], refs[len(arrays) + len(out_type) :]
             refs = [*inputs, *outputs(inputs, others), *rest]
         axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
-        body(*structure.unflatten(refs), **{axis: lax.axis_index(axis) for axis in axes})
+        with _recording_lines():
+            body(*structure.unflatten(refs), **{axis: lax.axis_index(axis) for axis in axes})
 
     kernel_body.__name__ = name
     results = plgpu.kernel(
@@ -167,6 +175,18 @@ def _mosaic(
         interpret=interpret,
     )(*arrays)
     return outputs({i: arrays[i][...] for i in in_place}, results) if shared else results
+
+
+@contextlib.contextmanager
+def _recording_lines():
+    """Return a context in which each operation of a body records its line in the body. While a program is lowered, it
+    would otherwise record the line that calls `launch`."""
+    outside = _source_info_context.context
+    _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
+    try:
+        yield
+    finally:
+        _source_info_context.context = outside
 
 
 def _interpret(body, *arrays, structure, out, grid, name, scratch):
@@ -280,10 +300,15 @@ mlir.register_lowering(
 )
 
 
-def _lower_for_cuda(context, *arrays, cuda, **_):
-    ahead = compiles_ahead(context.module_context)
-    function = compiled_ahead(cuda, context.avals_in) if ahead else cuda
-    return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+def _lower_for_cuda(context, *arrays, name, cuda, **_):
+    try:
+        ahead = compiles_ahead(context.module_context)
+        function = compiled_ahead(cuda, context.avals_in) if ahead else cuda
+        return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+    except Exception as error:
+        if (explanation := explained(error, name)) is None:
+            raise
+        raise explanation from error
 
 
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda", cacheable=False)
