@@ -19,7 +19,7 @@ import jaxbp
 from experiments.bench import four_coefficients
 from experiments.bench.workloads import GATE_OPERATIONS, Workload
 from jaxbp.catalogue import Case
-from jaxbp.catalogue.entries import CHECKERBOARD
+from jaxbp.catalogue.cases import CHECKERBOARD
 from jaxbp.nn import LeNet, LogicConvNetwork, LogicConvolution, LogicNetwork, Mixer
 from jaxbp.ops.logic.gate_layer import Parametrization
 from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw

@@ -1,0 +1,190 @@
+"""The random arguments of the entries of the catalogue, and the entries that several ops have in the same form."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxbp.catalogue.schema import BATCH, Argument, AutomatonArgument, Case, Entry, TreeWiresArgument, WiresArgument
+from jaxbp.logic.gates import PASS_THROUGH
+from jaxbp.ops.pointwise import arithmetic
+
+
+def case_of(*arguments: Any, **options: Any) -> Case:
+    return Case(tuple(Argument(a) if isinstance(a, tuple) else a for a in arguments), options)
+
+
+ANY = dict(stride=(2, 1), padding=(1, 0))
+POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
+# The values are so far apart that the step of a finite difference does not change which element is the maximum.
+APART = Argument((1, 2, 5, 6), apart=True)
+CLASS = Argument((BATCH,), below=10)
+
+LABELS = Argument((2, 3), below=4)
+LAYERS = ((6, 5), (6,), (4, 6), (4,))
+# The weights are scaled so that activations neither grow nor shrink from layer to layer. Otherwise, the softmax would
+# give one class nearly all the probability.
+LENET_TAIL = (
+    (BATCH, 256),
+    CLASS,
+    *(a for n, m in ((256, 120), (120, 84), (84, 10)) for a in (Argument((m, n), scale=n**-0.5), (m,))),
+)
+
+BLOCKS = (
+    ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
+    ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
+)
+"""The shapes of four arrays in each of LeNet's two blocks of convolution, ReLU, and pool: the images x, the filters w,
+the result z of the convolution, and the result y of the pool."""
+
+
+def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
+    """Return one case per block of `BLOCKS`: `of(x, w, z, y)`, where x, w, z, and y are shapes. Its key is `name` and
+    the number of the block."""
+    return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(BLOCKS, 1)}
+
+
+FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
+
+
+def indices_of(*shape: int | str, below: int) -> Argument:
+    """Return an argument for the positions of maxima in their windows: random integers from 0 to `below - 1`."""
+    return Argument(shape, below=below, dtype=jnp.uint8)
+
+
+def pair_entries(
+    function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
+) -> tuple[Entry, Entry]:
+    """Return the entries of a function and of its public backward.
+
+    Args:
+      small, real: the cases. Their first argument is `dy`, the gradient with respect to the result. The arguments of
+        the function follow.
+      takes: selects the arguments of the function that the backward takes after `dy`.
+      like: the field `like` of both entries. If it is the function's own name, only the backward gets it.
+    """
+    backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
+
+    def without_dy(case):
+        return dataclasses.replace(case, arguments=case.arguments[1:])
+
+    def with_dy(case):
+        dy, *arguments = case.arguments
+        return dataclasses.replace(case, arguments=(dy, *arguments[takes]))
+
+    forward_cases, backward_cases = ({place: of(case) for place, case in real.items()} for of in (without_dy, with_dy))
+    forward_like = "" if like == function.__name__ else like
+    return (
+        Entry(function, without_dy(small), forward_cases, like=forward_like),
+        Entry(backward, with_dy(small), backward_cases, like=like),
+    )
+
+
+SMALL_APART = Argument((2, 3, 4), apart=True)
+
+
+def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: Any) -> tuple[Entry, ...]:
+    real = dataclasses.replace(small, shape=(BATCH, 1024))
+    small_case, real_case = (case_of(a.shape, a, **options) for a in (small, real))
+    return pair_entries(function, small_case, {"hidden": real_case}, like="relu")
+
+
+def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """Return the entries of a function of two arrays, x1 and x2, and of its backward. In the cases, x2 is broadcast. In
+    most small cases, x1 is broadcast, too."""
+    x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
+    rows = 2 if function is arithmetic.divide else 1
+    small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
+    real = case_of((BATCH, 1024), x1((BATCH, 1024)), x2((1024,)))
+    return pair_entries(function, small, {"bias": real}, like="divide")
+
+
+def loss_entries(function: Callable, *of: Mapping[str, Any], dy: Callable = lambda *shape: shape, **options: Any):
+    shapes = (2, 3, 4), (BATCH, 1024)
+    small, real = (case_of(dy(*shape), *(Argument(shape, **a) for a in of), **options) for shape in shapes)
+    return pair_entries(function, small, {"hidden": real}, like="divide")
+
+
+def reduction_entries(
+    function: Callable, axis: Any, keepdims: bool, dy: tuple, of: Mapping[str, Any] = {}, **options: Any
+):
+    small = case_of(dy, Argument((2, 3, 4), **of), axis=axis, keepdims=keepdims, **options)
+    real = case_of((BATCH,), Argument((BATCH, 1024), **of), axis=-1, **options)
+    return pair_entries(function, small, {"rows": real}, like="divide")
+
+
+def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
+    return pair_entries(
+        function, case_of((2, 3, 4), (2, 3, 4)), {"rows": case_of((BATCH, 1024), (BATCH, 1024))}, like="divide"
+    )
+
+
+def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries with `kink_convention=False`, for ops whose gradient goes to the first of several equal
+    numbers. Autodiff divides the gradient among these numbers."""
+    return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
+
+
+SMOOTH = Argument((2, 3, 4))
+KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
+
+
+def classifier_case(features: int, classes: int, *dy: tuple, **options: Any) -> Case:
+    """Return the case of x, w, labels, b. The weights are scaled so that the logits have about the scale of x."""
+    w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
+    return case_of(*dy, (BATCH, features), w, labels, (classes,), **options)
+
+
+def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
+    """Return one case per tuple `(rows, *size)` in `sizes`: the case `of(*size)`, with `rows` as its batch size."""
+    return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
+
+
+def token_case(num_embeddings: int, features: int) -> Case:
+    indices = Argument((BATCH,), below=num_embeddings)
+    return case_of((BATCH, features), indices, (num_embeddings, features))
+
+
+NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
+PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
+
+
+def gate_case(inputs: int, gates: int, *dy: tuple) -> Case:
+    case = case_of(*dy, (gates, 16), WiresArgument(inputs, gates), (BATCH, inputs))
+    return dataclasses.replace(case, batch=8192)
+
+
+TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
+
+
+def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
+    """Return the case of one layer of the published networks: a layer with a 3 x 3 window and padding, or the first
+    layer of the network for MNIST."""
+    wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
+    case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
+    return dataclasses.replace(case, batch=128)
+
+
+CELL = AutomatonArgument(2, 1, (8, 4, 2), (4, 2))
+CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16, 8, 8), periodic=False)
+"""The wires of the published automaton that grows a checkerboard."""
+
+
+def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:
+    """Return the entries of a function of an automaton and of its backward. The small case has a grid of few cells, and
+    the real case has the published automaton and grid."""
+
+    def at(automaton, grid, logits):
+        state = automaton.state(*grid)
+        return case_of(state.shape, logits, automaton, state, **options)
+
+    # Most gates pass one input through. If the gates had random functions, the gradient would vanish in the twenty
+    # layers.
+    passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
+    published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
+    return pair_entries(
+        function, at(CELL, (BATCH, 2, 3), CELL.logits()), {"checkerboard": published}, like="automaton_step"
+    )
