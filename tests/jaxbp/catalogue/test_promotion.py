@@ -6,6 +6,7 @@ import pytest
 from helpers import ENTRIES, every_implementation, op_of, results_of, value_and_gradients
 
 import jaxbp
+from jaxbp.common.checks import KERNEL_DTYPES
 
 BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
 """Ops that broadcast as `jax.numpy` does. The table calls them with arrays of different ranks."""
@@ -25,16 +26,10 @@ def trace(name, implementation, dtype):
 
 @every_implementation
 @pytest.mark.parametrize("name", ENTRIES)
-def test_no_op_promotes_a_rank(name, implementation):
-    with jax.numpy_rank_promotion("raise"):
-        trace(name, implementation, "float32")
-
-
-@every_implementation
-@pytest.mark.parametrize("name", ENTRIES)
-def test_arrays_of_one_dtype_need_no_promotion(name, implementation):
-    with jax.numpy_dtype_promotion("strict"):
-        trace(name, implementation, ENTRIES[name].kernel_dtypes[-1])
+def test_no_op_promotes_a_rank_or_a_dtype_if_its_arrays_have_one_dtype(name, implementation):
+    *_, half = ENTRIES[name].kernel_dtypes or KERNEL_DTYPES
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        trace(name, implementation, half)
 
 
 @pytest.mark.parametrize("name", BROADCASTING)
