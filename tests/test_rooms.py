@@ -230,6 +230,7 @@ TESTED_ELSEWHERE = {
         for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
     ),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
+    "jaxbp/catalogue/cases",  # tested through the entries
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
     # CI lacks these libraries.
@@ -237,7 +238,7 @@ TESTED_ELSEWHERE = {
 }
 OF_MORE_THAN_A_MODULE = {
     "jaxbp/catalogue/test_promotion",
-    *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas")),
+    *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas", "twins")),
     "jaxbp/ops/conv/test_twins",
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",

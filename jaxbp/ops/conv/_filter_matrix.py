@@ -140,7 +140,7 @@ def banded_input_gradient(
     matrix, height = _band(w, Q, W, window)
     # Place each element of dy at the maximum of its window. The result is the gradient with respect to the
     # convolution's result, and has its size.
-    places = jnp.arange(R * S, dtype=place.dtype)[:, None, None]
+    places = jnp.arange(R * S, dtype=place.dtype)[None, None, :, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
     products = lax.dot_general(

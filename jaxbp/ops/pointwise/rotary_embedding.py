@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbp.common import checks
@@ -25,7 +25,9 @@ AnyPositions = Int[AnyArray, "*positions"]
 
 
 def _angles(positions, dtype, frequencies):
-    return positions.astype(dtype)[..., None] * jnp.asarray(frequencies, dtype)
+    return positions.astype(dtype)[..., None] * lax.broadcast_to_rank(
+        jnp.asarray(frequencies, dtype), positions.ndim + 1
+    )
 
 
 def _apply_to_pairs(function, x, interleaved):
