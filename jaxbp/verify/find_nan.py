@@ -73,9 +73,10 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     finite.
 
     The function may be any function that JAX traces and differentiates in reverse mode. Its floating results get
-    cotangents of ones, so the gradients are those of the sum of the results. The operations run one after the other,
-    also those in the bodies of `jax.jit`, `jax.checkpoint`, `custom_jvp`, `custom_vjp`, loops, and branches. A kernel
-    and a `shard_map` count as one operation. Operations that run alone may round differently from the compiled program.
+    cotangents of ones, so the function computes the gradients of the sum of the results. The operations run one after
+    the other, also those in the bodies of `jax.jit`, `jax.checkpoint`, `custom_jvp`, `custom_vjp`, loops, and branches.
+    A kernel and a `shard_map` count as one operation. Operations that run alone may round differently from the compiled
+    program.
 
     A value that is not finite counts only if a result or a gradient depends on it, and is not finite either. An
     infinite constant, such as the -inf of a mask, does not count, nor do infinite values that are made from it. A NaN

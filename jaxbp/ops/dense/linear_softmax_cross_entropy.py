@@ -179,7 +179,7 @@ def _count(kept):
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    # As in plain JAX, half precisions are rounded after the product.
+    # Half precisions are rounded after the product, because plain JAX rounds there, too.
     z = jnp.matmul(rows, w.T, precision=precision)
     logits = _capped(upcast(z if b is None else z + b[None]), softcap)
     loss = _row_losses(logits, labels, kept, **options)
