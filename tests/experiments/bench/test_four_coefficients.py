@@ -40,3 +40,4 @@ def test_the_speedup_is_over_the_fastest_row_of_autodiff():
     rows = [{"work": "w", "batch": 1, "implementation": name, "microseconds": t} for name, t in times.items()]
     failed = {"work": "w", "batch": 1, "implementation": "autodiff, other", "microseconds": None}
     assert [row["speedup_over_autodiff"] for row in with_speedups([*rows, failed])] == [3.0, 0.5, 1.0, None]
+    assert [row["speedup_over_autodiff"] for row in with_speedups([failed, *rows[::-1]])] == [None, 1.0, 0.5, 3.0]
