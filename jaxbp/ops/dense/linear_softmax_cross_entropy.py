@@ -73,12 +73,15 @@ def _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap
     classes = logits.shape[-1]
     dy = jnp.where(kept, dy_of_valid(dy, labels, classes), 0.0)[:, None]
     e, sum_ = exponentials(logits, -1)
-    factor = dy / sum_
+    p = e / sum_
     if z_loss:
-        factor *= 1 + 2 * z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        p *= 1 + 2 * z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     y = jnp.where(_is_label(labels, logits), 1 - label_smoothing, 0.0) + label_smoothing / classes
-    dz = e * factor - dy * y
-    return dz if softcap is None else dz * (1 - (logits / softcap) ** 2)
+    dz = dy * (p - y)
+    if softcap is None:
+        return dz
+    t = logits / softcap
+    return dz * (1 - t) * (1 + t)  # 1 - t² would lose digits near the cap
 
 
 def _products(dz, x, w, b, precision):

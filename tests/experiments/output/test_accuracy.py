@@ -44,12 +44,12 @@ def test_what_is_beyond_is_measured_again_with_more_draws(again, passed, monkeyp
     assert asked == [(accuracy.FULL["offsets"], 32), ((0.0,), 256)]
 
 
-NOT_MEASURED = {"group_norm", "linear_softmax_cross_entropy"}
-"""Ops that are newer than the runs, and have no rows in one of them or in both."""
 SLIGHTLY_BEYOND = {
     ("power", "float32", "pallas"): 1.35,
     ("batch_norm_backward", "bfloat16", "pallas"): 1.06,
     ("batch_norm_backward", "float16", "xla"): 1.05,
+    ("group_norm_backward", "float16", "xla"): 1.15,
+    ("linear_softmax_cross_entropy", "float32", "xla"): 1.2,
 }
 """Known faults -> the largest permitted ratio of the error to the allowed error."""
 
@@ -57,8 +57,9 @@ SLIGHTLY_BEYOND = {
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():
     for path in RESULTS.glob("accuracy*.json"):
         rows = json.loads(path.read_text())["rows"]
-        missing = {entry.name for entry in CATALOGUE} - {row["op"] for row in rows}
-        assert {name.removesuffix("_backward") for name in missing} <= NOT_MEASURED
+        of_kernels = {row["implementation"] for row in rows} == {"pallas"}
+        wanted = {entry.name for entry in CATALOGUE if entry.kernel_dtypes or not of_kernels}
+        assert {row["op"] for row in rows} == wanted
         for row in rows:
             key = row["op"], row["dtype"], row["implementation"]
             assert row["excess"] <= SLIGHTLY_BEYOND.get(key, 1), key
