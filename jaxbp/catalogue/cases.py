@@ -132,10 +132,11 @@ SMOOTH = Argument((2, 3, 4))
 KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
-def classifier_case(features: int, classes: int, *dy: tuple, **options: Any) -> Case:
-    """Return the case of x, w, labels, b. The weights are scaled so that the logits have about the scale of x."""
+def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, **options: Any) -> Case:
+    """Return the case of x, w, labels, and, with `bias`, b. The weights are scaled so that the logits have about the
+    scale of x."""
     w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
-    return case_of(*dy, (BATCH, features), w, labels, (classes,), **options)
+    return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
 
 
 def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
@@ -149,6 +150,7 @@ def token_case(num_embeddings: int, features: int) -> Case:
 
 
 NORMALISED_ROWS = (65536, 1024), (32768, 4096), (262144, 256)
+VOCABULARY_ROWS = (32768, 2560, 128256), (4096, 4096, 128256)
 PROJECTED_ROWS = (65536, 1024, 4096), (65536, 1024, 1024), (32768, 4096, 4096), (262144, 256, 256)
 
 

@@ -4,6 +4,8 @@ An op in this table is checked against finite differences in every implementatio
 CUDA in every dtype that its kernels take, and timed.
 """
 
+import functools
+
 from jaxbp.catalogue.cases import (
     ANY,
     APART,
@@ -18,6 +20,7 @@ from jaxbp.catalogue.cases import (
     PROJECTED_ROWS,
     SMOOTH,
     TREES,
+    VOCABULARY_ROWS,
     binary_entries,
     block_cases,
     case_of,
@@ -175,18 +178,16 @@ CATALOGUE: tuple[Entry, ...] = (
         case_of((2, 3, 5), (4, 5), LABELS, (4,), label_smoothing=0.1, z_loss=0.01, softcap=5.0),
         {
             "digits": classifier_case(84, 10, reduction=None),
-            **row_cases((4096, 4096, 128256), of=classifier_case),
+            **row_cases(*VOCABULARY_ROWS, of=functools.partial(classifier_case, bias=False)),
         },
-        kernel_dtypes=(),
     ),
     Entry(
         fused_loss.linear_softmax_cross_entropy_backward,
         case_of((2, 3), (2, 3, 5), (4, 5), LABELS, (4,), label_smoothing=0.1, z_loss=0.01, reduction=None),
         {
             "digits": classifier_case(84, 10, (BATCH,), reduction=None),
-            **row_cases((4096, 4096, 128256), of=lambda *size: classifier_case(*size, ())),
+            **row_cases(*VOCABULARY_ROWS, of=lambda *size: classifier_case(*size, (), bias=False)),
         },
-        kernel_dtypes=(),
     ),
     *(
         Entry(function, case_of((2, 3, 5), LABELS, *LAYERS), {"fc1 to fc3": case_of(*LENET_TAIL)})

@@ -242,6 +242,10 @@ def _softmax_cross_entropy_backward(dy, logits, labels):
     return [aten._log_softmax_backward_data(d, log_probabilities, -1, logits.dtype)]
 
 
+def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
+    return F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction or "none")
+
+
 def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
     return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
 
@@ -269,6 +273,7 @@ FORWARDS = {
     "max_pool2d": _max_pool2d,
     "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
+    "linear_softmax_cross_entropy": _linear_softmax_cross_entropy,
     "conv2d_relu_max_pool2d": _conv2d_relu_max_pool2d,
     "layer_norm": _layer_norm,
     "rms_norm": lambda x, scale: F.rms_norm(x, scale.shape, scale, EPS),

@@ -1,7 +1,9 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes. The logits never exist as a whole.
 
-The rows are divided into chunks, and a scan computes the logits of one chunk at a time. What the backward costs depends
-on the reduction:
+The rows are divided into chunks, and a scan computes the logits of one chunk at a time. Within a chunk, three steps
+follow each other: a product computes the logits; the losses and the gradients of the logits are computed row by row, by
+a kernel or by a formula; two products compute the gradients of x and w. The cost of the backward depends on the
+reduction:
 
 - "mean" and "sum": all losses get the same cotangent. If a gradient is asked for, the forward computes the gradients of
   the sum of the losses along with the losses, from the same logits, and the backward multiplies them by one number.
@@ -23,73 +25,90 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.numerics import exponentials, largest_and_total, upcast, wide
+from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, per_implementation
-from pallas_kernels.core.launch import unify_varying_axes
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
+from jaxbp.sharding import mesh_of
+from pallas_kernels.core.launch import on_gpu, unify_varying_axes
+from pallas_kernels.core.layouts import LANES
+from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""The size of the logits of one chunk in bytes. Larger chunks need fewer passes over the gradient of the weights, which
-each chunk reads and writes."""
+"""The size of the logits of all rows in bytes, up to which they are one chunk. Chunks of more rows have at most half of
+this size, because several chunks need memory for the sums of the gradients of the weights, too."""
+ROWS_MULTIPLE = 128
+"""The tensor cores multiply tiles of this number of rows. The number of rows of a chunk is a multiple of it."""
+COLUMNS_MULTIPLE = 256
+"""For the kernel, weights are padded to a multiple of this number of classes if it does not support their number."""
+
+KERNEL_CLASSES = 8192
+"""The number of classes from which on the kernel is the default on GPUs. XLA is faster for shorter rows."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
-# All functions below take x as rows (rows, features), one label per row, and `kept`, which rows `where` keeps. Products
-# are summed in float32 or wider, and losses and gradients of logits stay in that dtype.
+# All functions below take x as rows (rows, features), one label per row, and `kept`, which rows `where` keeps. Logits
+# have the dtype of x. Losses and statistics of rows, and the sums of the gradients of w and b, are in float32 or wider.
 
 
-def _logits(x, w, b, softcap, precision):
-    """Return the logits `softcap tanh(z / softcap)` with `z = x wᵀ + b`, or z if there is no cap."""
-    z = jnp.matmul(x, w.T, precision=precision, preferred_element_type=wide(x.dtype))
-    return _capped(z if b is None else z + b.astype(z.dtype)[None], softcap)
-
-
-def _capped(z, softcap):
-    return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
-
-def _row_losses(logits, labels, kept, label_smoothing, z_loss):
-    """Return the loss of each row, and 0 for rows that are not kept."""
+def _rows_formula(logits, labels, dy, b, *, classes, label_smoothing, z_loss, softcap):
+    """Return the statistics of each row, and dlogits, as the kernel `statistics_and_gradient` does."""
+    z = kernels.capped(logits, b, softcap)
+    column = jnp.arange(z.shape[1])[None]
+    is_class = column < classes
+    z = z if z.shape[1] == classes else jnp.where(is_class, z, -jnp.inf)
     # If the classes are divided over devices, a sum over them needs an all-reduce. A gather would need all logits.
-    largest, total = (a[:, 0] for a in largest_and_total(logits, -1))
-    at_label = jnp.sum(jnp.where(_is_label(labels, logits), logits, 0.0), axis=-1)
+    is_label = labels[:, None] == column
+    at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
+    largest, total = (a[:, 0] for a in largest_and_total(z, 1))
+    sum_ = jnp.sum(jnp.where(is_class, z, 0.0), axis=1) if label_smoothing else None
+    statistics = largest, total, sum_, at_label
+    if dy is None:
+        return *statistics, None
+    e, total = exponentials(z, 1)
+    p = e / total
+    if z_loss:
+        p *= 1 + 2 * z_loss * jax.nn.logsumexp(z, axis=1, keepdims=True)
+    y = jnp.where(is_label, 1 - label_smoothing, 0.0) + label_smoothing / classes
+    dz = dy[:, None] * (p - y)
+    if softcap is not None:
+        t = z / softcap
+        dz = dz * (1 - t) * (1 + t)  # 1 - t² would lose digits near the cap
+    dz = dz if z.shape[1] == classes else jnp.where(is_class, dz, 0.0)
+    return *statistics, dz.astype(logits.dtype)
+
+
+def _rows_kernel(logits, labels, dy, b, **options):
+    kernel, formula = (functools.partial(f, **options) for f in (kernels.statistics_and_gradient, _rows_formula))
+    return on_gpu(kernel, formula, logits, labels, dy, b)
+
+
+_ROWS = {False: _rows_formula, True: differentiable(_rows_kernel, _rows_formula)}
+
+
+def _losses_and_dlogits(rows, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
+    """Return the loss of each row, which is 0 for rows that are not kept, and dlogits, or None if dy is None. The
+    function `rows` is `_rows_formula` or the kernel."""
+    valid = are_valid(labels, classes)
+    if dy is not None:
+        dy = jnp.where(kept, dy_of_valid(dy, labels, classes), 0.0)
+    options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
+    labels = jnp.where(valid, labels, -1).astype(jnp.int32)
+    largest, total, sum_, at_label, dlogits = rows(logits, labels, dy, b, **options)
     loss = largest - at_label + jnp.log(total)
     if label_smoothing:
-        smooth = largest - jnp.mean(logits, axis=-1) + jnp.log(total)
+        smooth = largest - sum_ / classes + jnp.log(total)
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     if z_loss:
         loss += z_loss * (largest + jnp.log(total)) ** 2
-    loss = nan_unless(are_valid(labels, logits.shape[-1]), loss)
-    return jnp.where(kept, loss, 0.0)
+    return jnp.where(kept, nan_unless(valid, loss), 0.0), dlogits
 
 
-def _is_label(labels, logits):
-    return labels[:, None] == jnp.arange(logits.shape[-1])[None]
-
-
-def _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap):
-    """Return dz = dy (p (1 + 2 z_loss lse) - y), times the derivative of the cap."""
-    classes = logits.shape[-1]
-    dy = jnp.where(kept, dy_of_valid(dy, labels, classes), 0.0)[:, None]
-    e, sum_ = exponentials(logits, -1)
-    p = e / sum_
-    if z_loss:
-        p *= 1 + 2 * z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    y = jnp.where(_is_label(labels, logits), 1 - label_smoothing, 0.0) + label_smoothing / classes
-    dz = dy * (p - y)
-    if softcap is None:
-        return dz
-    t = logits / softcap
-    return dz * (1 - t) * (1 + t)  # 1 - t² would lose digits near the cap
-
-
-def _products(dz, x, w, b, precision):
-    """Return (dx, dw, db) for the gradients dz of one chunk. The sums over rows are in float32 or wider."""
-    rounded = dz.astype(x.dtype)
-    dx = jnp.matmul(rounded, w, precision=precision)
-    dw = jnp.matmul(rounded.T, x, precision=precision, preferred_element_type=dz.dtype)
-    return dx, dw, None if b is None else jnp.sum(dz, axis=0)
+def _products(dlogits, x, w, b, precision, dtype):
+    """Return (dx, dw, db) for one chunk. The gradients dw and db are in `dtype`."""
+    dx = jnp.matmul(dlogits, w, precision=precision)
+    dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=dtype)
+    return dx, dw, None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------- the chunks
@@ -105,16 +124,28 @@ def _rows_of(x, labels, where):
     return jnp.where(kept[:, None], x, 0), jnp.where(kept, labels, 0), kept
 
 
-def _over_chunks(step: Callable, carry: tuple, classes: int, *rows: Array) -> tuple[tuple, tuple]:
-    """Return the last carry and the results per row of `step(carry, *chunk) -> (carry, results)`.
+def _chunk_rows(rows, w):
+    """Return the number of rows per chunk, or None if all rows are one chunk."""
+    row_bytes = len(w) * w.dtype.itemsize
+    most = max(1, CHUNK_BYTES // 2 // row_bytes)
+    if not isinstance(rows, int):
+        return most
+    if rows * row_bytes <= CHUNK_BYTES:
+        return None
+    size = -(-rows // -(-rows // most))
+    return min(most, -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+
+def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
+    """Return the last carry and the results per row of `step(carry, *chunk) -> (carry, results)`, for chunks of `size`
+    rows. If `size` is None, all rows are one chunk.
 
     Chunk i has every row whose index is i modulo the number of chunks. If the rows are divided over devices, each
     device has a part of every chunk. Zeros, which are not kept, fill the chunks.
     """
-    count = rows[0].shape[0]
-    size = max(1, CHUNK_BYTES // (4 * classes))
-    if isinstance(count, int) and count <= size:
+    if size is None:
         return step(carry, *rows)
+    count = rows[0].shape[0]
     chunks = -(-count // size)
     padded = (jnp.concatenate([a, jnp.zeros((chunks * size - count, *a.shape[1:]), a.dtype)]) for a in rows)
     divided = tuple(a.reshape(size, chunks, *a.shape[1:]).swapaxes(0, 1) for a in padded)
@@ -123,48 +154,31 @@ def _over_chunks(step: Callable, carry: tuple, classes: int, *rows: Array) -> tu
     return carry, jax.tree.map(undivided, results)
 
 
-def _losses(x, w, labels, b, kept, *, label_smoothing, z_loss, softcap, precision):
-    def step(carry, x, labels, kept):
-        logits = _logits(x, w, b, softcap, precision)
-        return carry, _row_losses(logits, labels, kept, label_smoothing, z_loss)
+def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
+    """Return the losses, and the gradients (dx, dw, db) of `Σ dy loss`, or (None, None, None) if dy is None."""
+    classes = len(w)
+    if kernel and classes % LANES:
+        padding = -classes % COLUMNS_MULTIPLE
+        w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
+    options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
+    size = _chunk_rows(x.shape[0], w)
+    dtype = w.dtype if size is None else wide(w.dtype)
 
-    return _over_chunks(step, (), len(w), x, labels, kept)[1]
+    def step(sums, x, labels, kept, dy=None):
+        logits = jnp.matmul(x, w.T, precision=precision)
+        loss, dlogits = _losses_and_dlogits(_ROWS[kernel], logits, labels, kept, dy, b, **options)
+        if dy is None:
+            return sums, (loss, None)
+        dx, *gradients = _products(dlogits, x, w, b, precision, dtype)
+        return tuple(gradients) if size is None else jax.tree.map(jnp.add, sums, tuple(gradients)), (loss, dx)
 
-
-def _losses_and_gradients(x, w, labels, b, kept, *, label_smoothing, z_loss, softcap, precision):
-    """Return the losses, and the gradients (dx, dw, db) of their sum."""
-
-    def step(sums, x, labels, kept):
-        logits = _logits(x, w, b, softcap, precision)
-        dy = jnp.ones(labels.shape, logits.dtype)
-        dz = _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap)
-        dx, *gradients = _products(dz, x, w, b, precision)
-        return _added(sums, gradients), (_row_losses(logits, labels, kept, label_smoothing, z_loss), dx)
-
-    sums, (loss, dx) = _over_chunks(step, _zeros(w, b), len(w), x, labels, kept)
-    return loss, (dx, *sums)
-
-
-def _gradients(dy, x, w, labels, b, kept, *, label_smoothing, z_loss, softcap, precision):
-    """Return (dx, dw, db), given one cotangent per row."""
-
-    def step(sums, dy, x, labels, kept):
-        logits = _logits(x, w, b, softcap, precision)
-        dz = _logits_gradients(dy, logits, labels, kept, label_smoothing, z_loss, softcap)
-        dx, *gradients = _products(dz, x, w, b, precision)
-        return _added(sums, gradients), dx
-
-    sums, dx = _over_chunks(step, _zeros(w, b), len(w), dy.astype(wide(x.dtype)), x, labels, kept)
-    return dx, *sums
-
-
-def _zeros(w, b):
-    zeros = tuple(None if a is None else jnp.zeros(a.shape, wide(a.dtype)) for a in (w, b))
-    return unify_varying_axes((w, zeros))[1]
-
-
-def _added(sums, gradients):
-    return jax.tree.map(jnp.add, sums, tuple(gradients))
+    if dy is None:
+        (loss, _) = _over_chunks(step, (), size, x, labels, kept)[1]
+        return loss, (None, None, None)
+    zeros = tuple(None if a is None else jnp.zeros(a.shape, dtype) for a in (w, b))
+    sums, (loss, dx) = _over_chunks(step, unify_varying_axes((w, zeros))[1], size, x, labels, kept, dy)
+    dw, db = (None if a is None else a[:classes].astype(w.dtype) for a in sums)
+    return loss, (dx, dw, db)
 
 
 # ------------------------------------------------------------------------------------------------------------- the pair
@@ -184,14 +198,14 @@ def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **opti
     rows, labels, kept = _rows_of(x, labels, where)
     # Half precisions are rounded after the product, because plain JAX rounds there, too.
     z = jnp.matmul(rows, w.T, precision=precision)
-    logits = _capped(upcast(z if b is None else z + b[None]), softcap)
-    loss = _row_losses(logits, labels, kept, **options)
+    options |= dict(classes=len(w), softcap=softcap)
+    loss, _ = _losses_and_dlogits(_rows_formula, z if b is None else z + b[None], labels, kept, None, None, **options)
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
 
 
 def _forward(x, w, labels, b, where, *, reduction, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    loss = _losses(rows, w, labels, b, kept, **options)
+    loss, _ = _chunked_rows(rows, w, labels, b, kept, None, **options)
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
 
 
@@ -200,20 +214,27 @@ def _save(x, w, labels, b, where, *, reduction, **options):
         arguments = x, w, labels, b, where
         return _forward(*arguments, reduction=None, **options), arguments
     rows, labels, kept = _rows_of(x, labels, where)
-    loss, (dx, dw, db) = _losses_and_gradients(rows, w, labels, b, kept, **options)
-    gradients = dx.reshape(x.shape), dw.astype(w.dtype), None if b is None else db.astype(b.dtype)
-    return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype), (*gradients, _count(kept))
+    dtype = wide(x.dtype)
+    count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
+    # Dividing by the count before the products would save one pass over the gradients, but in float16 the quotients
+    # could be too small.
+    divided_early = x.dtype != jnp.float16
+    dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
+    loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
+    gradients = dx.reshape(x.shape), dw, db
+    return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype), (*gradients, None if divided_early else count)
 
 
 def _backward(dy, *saved, reduction, **options):
     if reduction is None:
         x, w, labels, b, where = saved
         rows, labels, kept = _rows_of(x, labels, where)
-        dx, dw, db = _gradients(dy.reshape(labels.shape), rows, w, labels, b, kept, **options)
-        return dx.reshape(x.shape), dw.astype(w.dtype), None, None if b is None else db.astype(b.dtype), None
+        dy = dy.reshape(labels.shape).astype(wide(x.dtype))
+        _, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
+        return dx.reshape(x.shape), dw, None, db, None
     *gradients, count = saved
     factor = dy.astype(wide(dy.dtype))
-    factor = factor / count.astype(factor.dtype) if reduction == "mean" else factor
+    factor = factor if count is None else factor / count
     dx, dw, db = (None if a is None else (a.astype(factor.dtype) * factor).astype(a.dtype) for a in gradients)
     return dx, dw, None, db, None
 
@@ -221,22 +242,29 @@ def _backward(dy, *saved, reduction, **options):
 _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_cross_entropy")
 
 
+def _with_kernel(arrays, implementation):
+    # XLA partitions the formula over the devices of a mesh. The kernel would need all classes on each device.
+    return implementation == "pallas" and mesh_of(arrays) is None
+
+
 def _chunked(*arrays, implementation, **options):
-    # There is no kernel yet. Under "pallas", too, the formula runs, and cuBLAS computes its products.
-    return _CHUNKED(*arrays, implementation="xla", **options)
+    return _CHUNKED(*arrays, implementation="xla", kernel=_with_kernel(arrays, implementation), **options)
 
 
 def _chunked_backward(*arrays, implementation, **options):
-    return _CHUNKED.vjp(*arrays, implementation="xla", **options)
+    return _CHUNKED.vjp(*arrays, implementation="xla", kernel=_with_kernel(arrays, implementation), **options)
 
 
 def _definition_backward(dy, x, w, labels, b, where, **options):
     return jax.vjp(lambda x, w, b: _definition(x, w, labels, b, where, **options), x, w, b)[1](dy)
 
 
-_public_op = functools.partial(
-    Op, unsupported=checks.unsupported_dtype, default=DefaultImplementation(gpu="xla"), jit=True
-)
+def _default(*arrays, **options):
+    w = arrays[-4]
+    return DefaultImplementation(gpu="pallas" if len(w) >= KERNEL_CLASSES else "xla")
+
+
+_public_op = functools.partial(Op, unsupported=checks.unsupported_dtype, default=_default, jit=True)
 _LINEAR_SOFTMAX_CROSS_ENTROPY = _public_op(
     "linear_softmax_cross_entropy", {"autodiff": _definition, **per_implementation(_chunked)}
 )
@@ -282,8 +310,9 @@ def linear_softmax_cross_entropy(
       reduction: "mean" for the mean over the kept rows, which is 0 if no row is kept; "sum" for their sum; None for one
         loss per row, 0 for rows that are not kept.
       precision: the precision of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. There is no kernel yet, so
-        "pallas" computes the formula in jnp.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. With "pallas", a kernel
+        computes the losses and the gradients of the logits in one pass over device memory, and cuBLAS computes the
+        products. On a mesh, "pallas" is "xla", because the kernel would need all classes on each device.
 
     Returns:
       The loss, in x's dtype, computed in float32 or wider. If the label of a kept row is not a class, its loss is NaN.
