@@ -28,8 +28,8 @@ from pallas_kernels.core.tiles import kernel
 _MAX_CTAS = 8
 """The largest portable size of a cluster (CUDA C++ Programming Guide, thread block clusters)."""
 _UNROLLED = 16
-"""Number of vectors whose loads are in flight at once. Four and eight were slower: docs/lab/2026-11-26-large-vocabulary.md.
-A CTA has at least this number of vectors of a row, unless the row is shorter."""
+"""Number of vectors whose loads are in flight at once. Smaller numbers were slower:
+docs/lab/2026-11-26-large-vocabulary.md. A CTA has at least this number of vectors of a row, unless the row is shorter."""
 _SECTOR = 8
 """Number of float32 numbers in a sector of the cache (CUDA C++ Programming Guide, device memory accesses). The L1 cache
 is not coherent. The statistics of a row therefore fill whole sectors: a CTA that reads them must not bring statistics
@@ -107,7 +107,7 @@ def statistics_and_gradient(
         groups = quotient(count + config.unrolled - 1, config.unrolled)
 
         def load(i):
-            """Return the CTA's i-th vector of z, and the index of its first column. After the last vector, repeat it."""
+            """Return the CTA's i-th vector of z, or the last one if there are fewer, and its first column."""
             first = (jnp.minimum(i, count - 1) * ctas + cta) * config.length
             place = pl.ds(first, config.length)
             bias = None if b is None else b[place]
