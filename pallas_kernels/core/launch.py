@@ -63,6 +63,7 @@ def launch(
     sums_across_warps: bool = True,
     in_place: Mapping[int, int] | None = None,
     skippable: Sequence[int] = (),
+    approximate: bool = False,
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
 
@@ -90,6 +91,8 @@ def launch(
       skippable: indices of entries of the tuple `out`. If a compiled program uses no array of such an entry, the body
         gets None in place of the entry's references, and must not write it. So a backward skips the sums for parameters
         that are not differentiated. A kernel with `in_place` cannot skip outputs.
+      approximate: whether functions such as `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The relative
+        error of `exp2` then stays about that of float32, but the error of `tanh` is 2^-11.
 
     Returns:
       An array for each leaf of `out`, in its structure.
@@ -100,6 +103,7 @@ def launch(
     """
     # The default semantics differ between JAX versions. Lane lowers unrolled bodies much faster.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
+    options["approx_math"] = approximate
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
     if in_place and skippable:

@@ -29,7 +29,7 @@ _MAX_CTAS = 8
 """The largest portable size of a cluster (CUDA C++ Programming Guide, thread block clusters)."""
 _UNROLLED = 16
 """Number of vectors whose loads are in flight at once. Smaller numbers were slower:
-docs/lab/2026-11-26-large-vocabulary.md. A CTA has at least this number of vectors of a row, unless the row is shorter."""
+docs/lab/2026-11-26-large-vocabulary.md. A CTA has at least this number of vectors per row, if there are enough."""
 _SECTOR = 8
 """Number of float32 numbers in a sector of the cache (CUDA C++ Programming Guide, device memory accesses). The L1 cache
 is not coherent. The statistics of a row therefore fill whole sectors: a CTA that reads them must not bring statistics
@@ -189,6 +189,7 @@ def statistics_and_gradient(
         scratch=[plgpu.ClusterBarrier(collective_axes=("cta",)) if ctas > 1 else plgpu.Barrier()],
         name="linear_softmax_cross_entropy",
         barriers=False,
+        approximate=softcap is None,
         in_place=None if dy is None else {0: 2},
     )
     parts = jnp.moveaxis(parts[:, :, :ctas], 2, 0)

@@ -42,8 +42,9 @@ ROWS_MULTIPLE = 128
 COLUMNS_MULTIPLE = 256
 """For the kernel, weights are padded to a multiple of this number of classes if it does not support their number."""
 
-KERNEL_CLASSES = 8192
-"""The number of classes from which on the kernel is the default on GPUs. XLA is faster for shorter rows."""
+KERNEL_CLASSES = 1024
+"""The number of classes from which on the kernel is the default on GPUs. It was faster than the formula at this number
+of classes and at all larger ones (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
