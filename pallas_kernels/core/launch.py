@@ -91,8 +91,8 @@ def launch(
       skippable: indices of entries of the tuple `out`. If a compiled program uses no array of such an entry, the body
         gets None in place of the entry's references, and must not write it. So a backward skips the sums for parameters
         that are not differentiated. A kernel with `in_place` cannot skip outputs.
-      approximate: whether functions such as `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The relative
-        error of `exp2` then stays about that of float32, but the error of `tanh` is 2^-11.
+      approximate: whether functions such as `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error
+        of `exp2` is then still about the rounding error of float32, but the error of `tanh` is 2^-11.
 
     Returns:
       An array for each leaf of `out`, in its structure.

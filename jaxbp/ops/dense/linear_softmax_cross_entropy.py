@@ -30,7 +30,6 @@ from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_un
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.sharding import mesh_of
 from pallas_kernels.core.launch import on_gpu, unify_varying_axes
-from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
@@ -40,7 +39,7 @@ this size, because several chunks need memory for the sums of the gradients of t
 ROWS_MULTIPLE = 128
 """The tensor cores multiply tiles of this number of rows. The number of rows of a chunk is a multiple of it."""
 COLUMNS_MULTIPLE = 256
-"""For the kernel, weights are padded to a multiple of this number of classes if it does not support their number."""
+"""For the kernel, weights are padded to a multiple of this number of classes, whose logits it loads in wide vectors."""
 
 KERNEL_CLASSES = 1024
 """The number of classes from which on the kernel is the default on GPUs. It was faster than the formula at this number
@@ -158,8 +157,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
     """Return the losses, and the gradients (dx, dw, db) of `Σ dy loss`, or (None, None, None) if dy is None."""
     classes = len(w)
-    if kernel and classes % LANES:
-        padding = -classes % COLUMNS_MULTIPLE
+    if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
     options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
     size = _chunk_rows(x.shape[0], w)
