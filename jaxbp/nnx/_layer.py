@@ -1,6 +1,7 @@
 """The part that all layers share: the argument `implementation`, and calls that the layer of Flax computes."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,15 +37,16 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class the signature of Flax's constructor, with `implementation` as the last keyword."""
+        """Give the class the signature of Flax's constructor, followed by the keywords that are added."""
         super().__init_subclass__(**keywords)
         twin = next(
             (base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)), None
         )
         if twin:
-            of_flax, ours = inspect.signature(twin.__init__), inspect.signature(Layer.__init__)
+            of_flax, ours = inspect.signature(twin.__init__), [base for base in cls.__mro__ if issubclass(base, Layer)]
+            added = [p for base in ours if "__init__" in vars(base) for p in _keywords(base.__init__)]
             _, *parameters = of_flax.parameters.values()
-            cls.__signature__ = of_flax.replace(parameters=[*parameters, ours.parameters["implementation"]])
+            cls.__signature__ = of_flax.replace(parameters=[*parameters, *added])
 
     def _only_in_flax(self) -> dict[str, bool]:
         """Return for each option of the constructor that the op lacks whether it is in use."""
@@ -55,21 +57,34 @@ class Layer:
 
         Args:
           arrays: the arrays that the op would get, or None for arrays that are missing.
-          arguments: for each argument of the call that the op lacks, whether it is given.
+          arguments: for each argument of the call that the op lacks, whether it is in use.
 
         Raises:
-          NotImplementedError: the implementation is "pallas" or "xla", which Flax does not have.
+          NotImplementedError: as in `needs_flax`.
         """
-        lacking = [name for name, is_used in (self._only_in_flax() | arguments).items() if is_used]
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
-        if dtypes and not _is_supported(dtypes):
-            lacking.append(f"dtype {', '.join(sorted(map(str, dtypes)))}")
-        if lacking and self.implementation in ("pallas", "xla"):
-            raise NotImplementedError(
-                f"{type(self).__name__}: implementation={self.implementation!r} does not take {', '.join(lacking)}; "
-                "'autodiff' and None do"
-            )
-        return bool(lacking)
+        unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
+        lacking = self._only_in_flax() | arguments | unsupported
+        return needs_flax(type(self).__name__, self.implementation, **lacking)
+
+
+def _keywords(function: Callable) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
+    """Return whether Flax computes a call. `lacking` says for each option that the op lacks whether it is in use.
+
+    Raises:
+      NotImplementedError: such an option is in use, and the implementation is "pallas" or "xla", which Flax does not
+        have.
+    """
+    used = [option for option, is_used in lacking.items() if is_used]
+    if used and implementation in ("pallas", "xla"):
+        what = f"{name}: implementation={implementation!r} does not take {', '.join(used)}"
+        raise NotImplementedError(f"{what}; 'autodiff' and None do")
+    return bool(used)
 
 
 def _is_supported(dtypes: set) -> bool:

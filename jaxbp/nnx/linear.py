@@ -1,4 +1,4 @@
-"""Dense layers and the embedding."""
+"""Dense layers, one of them with its loss, and the embedding."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxbp.nnx._layer import Layer
 from jaxbp.ops.dense.embedding import embedding
 from jaxbp.ops.dense.linear import linear
+from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softmax_cross_entropy
 
 
 class Linear(Layer, nnx.Linear):
@@ -34,6 +35,75 @@ class Linear(Layer, nnx.Linear):
         """Return the inputs, the kernel, and the bias, in the dtype of the computation."""
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+
+
+class LinearSoftmaxCrossEntropy(Linear):
+    """The last layer of a classifier or language model and its loss, on `jaxbp.linear_softmax_cross_entropy`.
+
+    It replaces a `flax.nnx.Linear` whose logits go only to a softmax cross-entropy. The constructor and the parameters
+    are the same. A call returns the logits, and `loss` returns the loss without storing the logits as a whole.
+
+    Args:
+      args, options: the arguments of `flax.nnx.Linear`, except `dot_general` and `preferred_element_type`, and
+        `implementation`.
+      label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
+
+    `kernel` has the shape `(in_features, out_features)`, and the op wants one row per class. If the op divides the
+    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. Weights that are tied
+    to an `Embed` have one row per class already: pass them to the op.
+
+    Raises:
+      NotImplementedError: an option of the constructor exists only in Flax.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        **options: Any,
+    ):
+        super().__init__(*args, **options)
+        if used := [name for name, is_used in self._only_in_flax().items() if is_used]:
+            raise NotImplementedError(f"LinearSoftmaxCrossEntropy: {', '.join(used)} is given; wants the default")
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.softcap, self.reduction = softcap, reduction
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        """Return the logits, for predictions."""
+        logits = super().__call__(inputs, out_sharding)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def loss(self, inputs: Any, labels: Any, *, where: Any = None) -> Array:
+        """Return the loss.
+
+        Args:
+          inputs: an array `(..., in_features)`.
+          labels: one class per row of the inputs.
+          where: the rows that are kept, or None for all.
+
+        Returns:
+          The loss, as `reduction` says, in the dtype of the computation.
+
+        Raises:
+          TypeError, ValueError: as in `jaxbp.linear_softmax_cross_entropy`.
+        """
+        x, kernel, bias = self._promoted(inputs)
+        return linear_softmax_cross_entropy(
+            x,
+            kernel.T,
+            labels,
+            bias,
+            where=where,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
 
 
 class Embed(Layer, nnx.Embed):

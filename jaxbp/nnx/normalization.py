@@ -67,8 +67,8 @@ class RMSNorm(_OverLastAxis, nnx.RMSNorm):
 class GroupNorm(_Norm, nnx.GroupNorm):
     """`flax.nnx.GroupNorm` on `jaxbp.group_norm`, with the channels on the last axis.
 
-    The variance is computed as in `LayerNorm`. If there is a mask or an axis name, or if `reduction_axes` is given, Flax
-    computes the call.
+    The variance is computed as in `LayerNorm`. If there is a mask or an axis name, or if `reduction_axes` is given,
+    Flax computes the call.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
