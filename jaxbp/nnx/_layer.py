@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +26,7 @@ class Layer:
     """
 
     implementation: Implementation
+    __signature__: ClassVar[inspect.Signature]
 
     def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
         name = type(self).__name__

@@ -36,7 +36,7 @@ class _OverLastAxis(_Norm):
     feature_axes: Any
 
     def _over_others(self, ndim: int) -> dict[str, bool]:
-        names = ("reduction_axes", "feature_axes")
+        names, ndim = ("reduction_axes", "feature_axes"), max(ndim, 1)  # the op refuses a number
         return {name: _axes(getattr(self, name), ndim) != {ndim - 1} for name in names}
 
 
@@ -78,15 +78,24 @@ class GroupNorm(_Norm, nnx.GroupNorm):
         arrays = self.promote_dtype((x, self._parameter("scale"), self._parameter("bias")), dtype=self.dtype)
         if self._needs_flax(*arrays, mask=mask is not None):
             return super().__call__(x, mask=mask)
-        options = dict(epsilon=self.epsilon, channel_axis=-1, implementation=self.implementation)
-        return group_norm(*arrays, self.num_groups, **options)
+        x, scale, bias = arrays
+        return group_norm(
+            x,
+            scale,
+            bias,
+            self.num_groups,
+            epsilon=self.epsilon,
+            channel_axis=-1,
+            implementation=self.implementation,
+        )
 
 
 class BatchNorm(_Norm, nnx.BatchNorm):
     """`flax.nnx.BatchNorm` on `jaxbp.batch_norm`.
 
     The running averages stay in the dtype of the variables `mean` and `var`, also if `dtype` is a half precision. If
-    there is a mask, if there are `axis_index_groups`, or if `axis` has several axes, Flax computes the call.
+    there is a mask, if there are `axis_index_groups`, if `axis` has several axes, or if the input has no axis except
+    the channels, Flax computes the call.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -98,10 +107,11 @@ class BatchNorm(_Norm, nnx.BatchNorm):
         variables = self.mean[...], self.var[...]
         arrays = (x, *variables, self._parameter("scale"), self._parameter("bias"))
         x_, _, _, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
+        lacking = {"mask": mask is not None, "an input without a batch axis": x_.ndim == 1}
         # If it is unknown which statistics are wanted, Flax raises an error.
-        if self._needs_flax(x_, scale, bias, mask=mask is not None) or given is None:
+        if self._needs_flax(x_, scale, bias, **lacking) or given is None:
             return super().__call__(x, use_running_average, mask=mask)
-        y, *variables = batch_norm(
+        y, mean, var = batch_norm(
             x_,
             scale,
             bias,
@@ -115,7 +125,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
             implementation=self.implementation,
         )
         if not given:
-            self.mean[...], self.var[...] = variables
+            self.mean[...], self.var[...] = mean, var
         return y
 
 

@@ -40,11 +40,12 @@ def test_batch_norm_takes_another_axis():
     assert_layers_agree("BatchNorm", 4, axis=1, x=IMAGES)
 
 
-def test_a_mapped_axis_extends_the_statistics():
+@pytest.mark.parametrize("x", [IMAGES, ROWS[0]], ids=["images", "examples with one axis"])
+def test_a_mapped_axis_extends_the_statistics(x):
     results = []
     for module in (jaxbp.nnx, nnx):
         layer = make(module, "BatchNorm", axis_name="devices")
-        y = nnx.vmap(lambda layer, x: layer(x), axis_name="devices", in_axes=(None, 0))(layer, IMAGES)
+        y = nnx.vmap(lambda layer, x: layer(x), axis_name="devices", in_axes=(None, 0))(layer, x)
         results.append((y, state_of(layer)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
@@ -72,6 +73,12 @@ def test_statistics_that_are_not_chosen_are_an_error():
 def test_a_view_in_evaluation_leaves_the_running_averages():
     layers = [make(module, "BatchNorm") for module in (jaxbp.nnx, nnx)]
     assert_agree(*layers, ROWS, call=lambda layer, x: layer(x, use_running_average=True))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"])
+def test_a_number_is_an_error(name):
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        make(jaxbp.nnx, name)(jnp.float32(1))
 
 
 def test_options_that_only_flax_has_are_refused_with_an_implementation():
