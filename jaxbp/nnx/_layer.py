@@ -38,16 +38,16 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class the signature of Flax's constructor, followed by the keywords that are added."""
+        """Give the class the signature of its constructor. If it has `**options`, they become the arguments of Flax,
+        followed by the keywords that are added."""
         super().__init_subclass__(**keywords)
-        twin = next(
-            (base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)), None
-        )
-        if twin:
-            of_flax, ours = inspect.signature(twin.__init__), [base for base in cls.__mro__ if issubclass(base, Layer)]
-            added = [p for base in ours if "__init__" in vars(base) for p in _keywords(base.__init__)]
-            _, *parameters = of_flax.parameters.values()
-            cls.__signature__ = of_flax.replace(parameters=[*parameters, *added])
+        if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
+            parameters = _parameters(cls)
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                constructors = [base for base in cls.__mro__ if issubclass(base, Layer) and "__init__" in vars(base)]
+                added = [p for base in constructors for p in _parameters(base) if p.kind is p.KEYWORD_ONLY]
+                parameters = [*_parameters(twins[0]), *added]
+            cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
         """Return for each option of the constructor that the op lacks whether it is in use."""
@@ -69,9 +69,9 @@ class Layer:
         return needs_flax(type(self).__name__, self.implementation, **lacking)
 
 
-def _keywords(function: Callable) -> list[inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    """Return the parameters of the constructor of a class, without `self`."""
+    return list(inspect.signature(kind.__init__).parameters.values())[1:]
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax_twins import LAYERS, ROWS, assert_layers_agree, make, state_of
 from helpers import assert_close
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxbp
 
@@ -37,6 +38,21 @@ def test_constructors_have_the_arguments_of_flax_and_an_implementation(name):
         inspect.Parameter.KEYWORD_ONLY,
         None,
     )
+
+
+def test_a_subclass_has_the_arguments_of_its_constructor():
+    class Wide(jaxbp.nnx.Linear):
+        def __init__(self, width, rngs):
+            super().__init__(width, 4 * width, rngs=rngs)
+
+    class Scaled(jaxbp.nnx.Linear):
+        def __init__(self, *args, scale=1.0, **options):
+            super().__init__(*args, **options)
+
+    assert list(inspect.signature(Wide).parameters) == ["width", "rngs"]
+    assert Wide(6, nnx.Rngs(0))(ROWS).shape == (2, 3, 24)
+    parameters = list(inspect.signature(jaxbp.nnx.Linear).parameters)
+    assert list(inspect.signature(Scaled).parameters) == [*parameters[:-1], "scale", "implementation"]
 
 
 @every_layer
@@ -136,6 +152,26 @@ def test_transformations_give_the_losses_and_gradients_of_flax(apply):
     step = nnx.jit(nnx.value_and_grad(lambda blocks, x: jnp.sum(jnp.sin(apply(blocks, x)))))
     results = [step(stacked(module), ROWS) for module in (jaxbp.nnx, nnx)]
     assert_close(*results, 1e-5)
+
+
+def test_a_sharded_layer_has_the_results_and_shardings_of_flax():
+    mesh = jax.make_mesh((4, 2), ("examples", "features"), axis_types=(AxisType.Explicit,) * 2)
+    step = nnx.jit(nnx.value_and_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x)))))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(48.0).reshape(8, 6) / 9, NamedSharding(mesh, PartitionSpec("examples")))
+        metadata = dict(kernel_metadata={"out_sharding": (None, "features")})
+        results = [step(make(module, "Linear", **metadata), x) for module in (jaxbp.nnx, nnx)]
+    assert_close(*results, 1e-5)
+    ours, twin = ([a.sharding.spec for a in jax.tree.leaves(result)] for result in results)
+    assert ours == twin and PartitionSpec(None, "features") in ours
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv"])
+def test_the_precision_reaches_the_products(name):
+    graph, state = nnx.split(make(jaxbp.nnx, name, precision="highest"))
+    loss = jax.grad(lambda state, x: jnp.sum(nnx.merge(graph, state)(x)))
+    text = jax.jit(loss).lower(state, LAYERS[name][1]).as_text()
+    assert "HIGHEST" in text and "DEFAULT" not in text
 
 
 def test_train_and_eval_switch_dropout_and_batch_norm():

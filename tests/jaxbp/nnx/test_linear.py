@@ -1,5 +1,7 @@
 """Dense layers and the embedding agree with Flax for all options. The loss of the last layer agrees with Optax."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,12 @@ def test_the_loss_and_its_gradients_are_those_of_a_linear_layer_and_optax():
     head = jaxbp.nnx.LinearSoftmaxCrossEntropy
     ours = head(6, 4, label_smoothing=0.1, z_loss=0.01, reduction="sum", implementation="xla", rngs=nnx.Rngs(1))
     assert_agree(ours, make(nnx, "Linear"), ROWS, call=loss_of)
+
+
+def test_the_head_has_the_arguments_of_linear_and_of_its_loss():
+    names = list(inspect.signature(jaxbp.nnx.LinearSoftmaxCrossEntropy).parameters)
+    added = ["label_smoothing", "z_loss", "softcap", "reduction", "implementation"]
+    assert names == [*list(inspect.signature(nnx.Linear.__init__).parameters)[1:], *added]
 
 
 def test_a_call_of_the_head_returns_the_logits_with_the_cap():
