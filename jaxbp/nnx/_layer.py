@@ -1,7 +1,6 @@
 """The part that all layers share: the argument `implementation`, and calls that the layer of Flax computes."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

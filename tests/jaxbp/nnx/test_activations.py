@@ -50,4 +50,4 @@ def test_logsumexp_takes_weights_and_returns_signs():
 
 
 def test_the_slope_of_prelu_gets_the_dtype_of_the_input():
-    assert_layers_agree("PReLU", 0.3, x=ROWS.astype(jnp.bfloat16), tolerance=2e-2)
+    assert_layers_agree("PReLU", 0.3, x=ROWS.astype(jnp.bfloat16), tolerance=2e-2, implementation="xla")

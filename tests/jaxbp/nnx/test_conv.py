@@ -16,7 +16,7 @@ VOLUMES = IMAGES[None]
     [
         ((6, 4, 3), dict(padding="CAUSAL", kernel_dilation=2, use_bias=False)),
         ((6, 4, (3,), 2), dict(padding="REFLECT", dtype=jnp.float16)),
-        ((6, 4, (3, 2), (2, 1)), dict(padding="CIRCULAR", kernel_dilation=(1, 2))),
+        ((6, 4, (3, 2), (2, 1)), dict(padding="CIRCULAR", kernel_dilation=(2, 1))),
         ((6, 6, (2, 3), None), dict(padding=[(0, 2), 1], feature_group_count=3)),
         ((6, 4, (3, 3)), dict(padding="VALID", mask=jnp.tri(3)[:, :, None, None] * jnp.ones((6, 4)))),
         ((6, 4, (2, 3)), dict(padding=2, input_dilation=(1, 2), precision="highest")),

@@ -58,11 +58,14 @@ def test_running_averages_keep_their_digits_in_half_precision():
     np.testing.assert_allclose(np.asarray(y, np.float32), -(2**-9), rtol=0.01)
 
 
-def test_the_variance_of_a_row_far_from_zero_keeps_its_digits():
+@pytest.mark.parametrize(
+    ("name", "options", "axis"), [("LayerNorm", {}, -1), ("BatchNorm", dict(use_fast_variance=False), (0, 1))]
+)
+def test_the_variance_of_numbers_far_from_zero_keeps_its_digits(name, options, axis):
     x = ROWS + 1000
     float64 = np.asarray(x, np.float64)
-    expected = (float64 - float64.mean(-1, keepdims=True)) / np.sqrt(float64.var(-1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(make(jaxbp.nnx, "LayerNorm")(x), expected, atol=1e-3)
+    expected = (float64 - float64.mean(axis, keepdims=True)) / float64.std(axis, keepdims=True)
+    np.testing.assert_allclose(make(jaxbp.nnx, name, epsilon=0.0, **options)(x), expected, atol=1e-3)
 
 
 def test_statistics_that_are_not_chosen_are_an_error():
