@@ -2,6 +2,7 @@
 
 from . import catalogue as catalogue
 from . import nn as nn
+from . import nnx as nnx
 from . import optimizers as optimizers
 from . import precision as precision
 from . import verify as verify

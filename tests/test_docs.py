@@ -39,7 +39,7 @@ def test_its_code_runs(page):
 
 
 def test_code_is_in_the_pages_that_teach():
-    teaching = {"install", "tutorial", "kernel_bodies", "tutorial_faster", "reading_a_backward", "numerics"}
+    teaching = {"install", "tutorial", "kernel_bodies", "tutorial_faster", "reading_a_backward", "numerics", "nnx"}
     assert {page.stem for page in PAGES if CODE[page]} >= teaching
 
 

@@ -1,9 +1,8 @@
-"""Flax NNX layers and models on the ops of jaxbp."""
+"""LeNet, the MLP-Mixer, and networks of logic gates, in the layouts of the CUDA literature.
 
-from jaxbp.nn.layers import Conv2d as Conv2d
-from jaxbp.nn.layers import LayerNorm as LayerNorm
-from jaxbp.nn.layers import LayerNormLinear as LayerNormLinear
-from jaxbp.nn.layers import Linear as Linear
+`jaxbp.nnx` has the layers that replace those of Flax.
+"""
+
 from jaxbp.nn.lenet import LeNet as LeNet
 from jaxbp.nn.lenet import MemoryRow as MemoryRow
 from jaxbp.nn.lenet import lenet_memory_table as lenet_memory_table

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import wide
-from jaxbp.nn.layers import Conv2d, Linear
+from jaxbp.nn._layers import Conv2d, Linear
 from jaxbp.ops.conv.conv2d_relu_max_pool2d import conv2d_relu_max_pool2d_with_indices
 from jaxbp.ops.conv.max_pool2d import max_pool2d_with_indices
 from jaxbp.ops.dense import mlp_softmax_cross_entropy as mlp

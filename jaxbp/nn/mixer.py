@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jaxbp.common.checks import AnyArray
-from jaxbp.nn.layers import LayerNorm, LayerNormLinear, Linear
+from jaxbp.nn._layers import LayerNorm, LayerNormLinear, Linear
 from jaxbp.ops.pointwise.activations import relu
 from jaxbp.pairing import Implementation
 

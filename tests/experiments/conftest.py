@@ -18,7 +18,7 @@ from experiments.configs.base import Range, Recipe, TrainingConfig
 from experiments.data.datasets import Dataset
 from experiments.training import loop as training
 from experiments.training.reports import logic
-from jaxbp.nn import Linear
+from jaxbp.nnx import Linear
 
 
 class Classifier(nnx.Module):

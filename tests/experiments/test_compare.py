@@ -13,8 +13,8 @@ def test_numbers_say_how_gradients_and_training_differ(comparison):
     assert code == 0
     assert [one["implementation"] for one in report["measured"]] == ["autodiff", "xla"]
     relative = {one["name"]: one["relative"] for one in report["measured"][1]["differences"]}
-    assert set(relative) == {"value", "params.linear.bias", "params.linear.weight"}
-    assert relative["value"] < 1e-6 < 0.05 < relative["params.linear.weight"] < 0.5
+    assert set(relative) == {"value", "params.linear.bias", "params.linear.kernel"}
+    assert relative["value"] < 1e-6 < 0.05 < relative["params.linear.kernel"] < 0.5
     autodiff, xla = report["curves"]["autodiff"], report["curves"]["xla"]
     assert len(autodiff) == len(xla) == 8  # more than the six steps of one epoch
     assert xla[0] == pytest.approx(autodiff[0], rel=1e-6) and xla[-1] != pytest.approx(autodiff[-1], rel=1e-4)

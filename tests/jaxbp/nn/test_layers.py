@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jaxbp
-from jaxbp.nn import Conv2d, LayerNorm, LayerNormLinear, Linear
+from jaxbp.nn._layers import Conv2d, LayerNorm, LayerNormLinear, Linear
 
 
 def test_weights_are_uniform_by_the_inputs_of_an_output():

@@ -10,7 +10,8 @@ from flax import nnx
 from helpers import assert_close, every_implementation, in_float64, normal
 
 import jaxbp
-from jaxbp.nn import LayerNorm, LayerNormLinear, Mixer
+from jaxbp.nn import Mixer
+from jaxbp.nn._layers import LayerNorm, LayerNormLinear
 
 
 def mixer(implementation=None, dtype=jnp.float32, **options):

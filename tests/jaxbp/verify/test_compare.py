@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jaxbp
 from jaxbp import Pair
-from jaxbp.nn import Linear
+from jaxbp.nnx import Linear
 from jaxbp.verify import compare
 from jaxbp.verify.compare import Comparison
 from jaxbp.verify.measurement import Difference, Measured, Program, _one_after_another
@@ -87,13 +87,13 @@ def test_parameters_are_named_in_pytrees_and_in_models():
         return jnp.mean(jaxbp.linear(x, params["w"], params["b"], implementation=implementation))
 
     def of_model(model, x, *, implementation):
-        return jnp.mean(jaxbp.linear(x, model.weight[...], model.bias[...], implementation=implementation))
+        return jnp.mean(jaxbp.linear(x, model.kernel[...].T, model.bias[...], implementation=implementation))
 
     x, w, b = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones(4, np.float32)
     model = Linear(3, 4, rngs=nnx.Rngs(0))
     for function, first, names in (
         (of_pytree, {"w": w, "b": b}, {"params.w", "params.b"}),
-        (of_model, model, {"model.weight", "model.bias"}),
+        (of_model, model, {"model.kernel", "model.bias"}),
     ):
         result = quickly(function, first, x, implementations=["xla"], argnums=[0])
         assert {one.name for one in result.measured[1].differences if one.kind == "gradient"} == names

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxbp import Pair
-from jaxbp.nn import Linear
+from jaxbp.nnx import Linear
 from jaxbp.verify import check
 from jaxbp.verify.derivatives import float64, value_and_gradients
 from jaxbp.verify.lifting import CannotLiftError, lifted, narrowest

@@ -1,4 +1,7 @@
-"""Layers: ops with their parameters."""
+"""The layers of LeNet and the MLP-Mixer, in the layouts of the CUDA literature: NCHW, OIHW, and `(out, in)`.
+
+The ops that fuse several layers take the parameters in these layouts. `jaxbp.nnx` has the layers for other models.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,31 @@
+"""Layers with the constructors, parameters, and layouts of `flax.nnx`, whose calls run ops of jaxbp.
+
+`jaxbp.nnx.Linear` replaces `flax.nnx.Linear` without any other change, and so do all other names. Modules, states, and
+transformations come from `flax.nnx`.
+"""
+
+from jaxbp.nnx.activations import PReLU as PReLU
+from jaxbp.nnx.activations import elu as elu
+from jaxbp.nnx.activations import gelu as gelu
+from jaxbp.nnx.activations import glu as glu
+from jaxbp.nnx.activations import leaky_relu as leaky_relu
+from jaxbp.nnx.activations import log_softmax as log_softmax
+from jaxbp.nnx.activations import logsumexp as logsumexp
+from jaxbp.nnx.activations import relu as relu
+from jaxbp.nnx.activations import sigmoid as sigmoid
+from jaxbp.nnx.activations import silu as silu
+from jaxbp.nnx.activations import softmax as softmax
+from jaxbp.nnx.activations import softplus as softplus
+from jaxbp.nnx.activations import swish as swish
+from jaxbp.nnx.activations import tanh as tanh
+from jaxbp.nnx.conv import Conv as Conv
+from jaxbp.nnx.dropout import Dropout as Dropout
+from jaxbp.nnx.linear import Embed as Embed
+from jaxbp.nnx.linear import Linear as Linear
+from jaxbp.nnx.linear import LinearSoftmaxCrossEntropy as LinearSoftmaxCrossEntropy
+from jaxbp.nnx.normalization import BatchNorm as BatchNorm
+from jaxbp.nnx.normalization import GroupNorm as GroupNorm
+from jaxbp.nnx.normalization import LayerNorm as LayerNorm
+from jaxbp.nnx.normalization import RMSNorm as RMSNorm
+from jaxbp.nnx.pooling import avg_pool as avg_pool
+from jaxbp.nnx.pooling import max_pool as max_pool

@@ -1,0 +1,92 @@
+"""The part that all layers share: the argument `implementation`, and calls that the layer of Flax computes."""
+
+import inspect
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxbp.pairing import IMPLEMENTATIONS, Implementation
+
+
+class Layer:
+    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax.
+
+    The constructor, the parameters, and their initial values are those of Flax. The subclass defines `__call__`, which
+    calls the op, or the layer of Flax where `_needs_flax` returns True.
+
+    Args:
+      args, options: the arguments of the layer of Flax.
+      implementation: the implementation of the op, as in `jaxbp.linear`. It is a static attribute.
+
+    Raises:
+      ValueError: the implementation is unknown.
+      NotImplementedError: the implementation is "pallas" or "xla", and an option exists only in Flax.
+    """
+
+    implementation: Implementation
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init__(self, *args: Any, implementation: Implementation = None, **options: Any):
+        name = type(self).__name__
+        if implementation not in (*IMPLEMENTATIONS, None):
+            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise ValueError(f"{name}: implementation is {implementation!r}; wants {wanted} or None")
+        super().__init__(*args, **options)
+        self.implementation = implementation
+        self._needs_flax()
+
+    def __init_subclass__(cls, **keywords: Any):
+        """Give the class the signature of its constructor. If it has `**options`, they become the arguments of Flax,
+        followed by the keywords that are added."""
+        super().__init_subclass__(**keywords)
+        if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
+            parameters = _parameters(cls)
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                constructors = [base for base in cls.__mro__ if issubclass(base, Layer) and "__init__" in vars(base)]
+                added = [p for base in constructors for p in _parameters(base) if p.kind is p.KEYWORD_ONLY]
+                parameters = [*_parameters(twins[0]), *added]
+            cls.__signature__ = inspect.Signature(parameters)
+
+    def _only_in_flax(self) -> dict[str, bool]:
+        """Return for each option of the constructor that the op lacks whether it is in use."""
+        return {}
+
+    def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
+        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype.
+
+        Args:
+          arrays: the arrays that the op would get, or None for arrays that are missing.
+          arguments: for each argument of the call that the op lacks, whether it is in use.
+
+        Raises:
+          NotImplementedError: as in `needs_flax`.
+        """
+        dtypes = {jnp.result_type(a) for a in arrays if a is not None}
+        unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
+        lacking = self._only_in_flax() | arguments | unsupported
+        return needs_flax(type(self).__name__, self.implementation, **lacking)
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    """Return the parameters of the constructor of a class, without `self`."""
+    return list(inspect.signature(kind.__init__).parameters.values())[1:]
+
+
+def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
+    """Return whether Flax computes a call. `lacking` says for each option that the op lacks whether it is in use.
+
+    Raises:
+      NotImplementedError: such an option is in use, and the implementation is "pallas" or "xla", which Flax does not
+        have.
+    """
+    used = [option for option, is_used in lacking.items() if is_used]
+    if used and implementation in ("pallas", "xla"):
+        what = f"{name}: implementation={implementation!r} does not take {', '.join(used)}"
+        raise NotImplementedError(f"{what}; 'autodiff' and None do")
+    return bool(used)
+
+
+def _is_supported(dtypes: set) -> bool:
+    """Return whether these dtypes are one floating dtype of at least 16 bits, which all ops support."""
+    return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

@@ -1,0 +1,127 @@
+"""Dense layers, one of them with its loss, and the embedding."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from jaxbp.nnx._layer import Layer
+from jaxbp.ops.dense.embedding import embedding
+from jaxbp.ops.dense.linear import linear
+from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softmax_cross_entropy
+
+
+class Linear(Layer, nnx.Linear):
+    """`flax.nnx.Linear` on `jaxbp.linear`, `y = x kernel + bias`.
+
+    `kernel` has the shape `(in_features, out_features)`. If `dot_general`, `preferred_element_type`, or `out_sharding`
+    is given, Flax computes the call.
+    """
+
+    def _only_in_flax(self) -> dict[str, bool]:
+        return {
+            "dot_general": self.dot_general is not lax.dot_general,
+            "preferred_element_type": self.preferred_element_type is not None,
+        }
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        x, kernel, bias = self._promoted(inputs)
+        if self._needs_flax(x, kernel, bias, out_sharding=out_sharding is not None):
+            return super().__call__(inputs, out_sharding)
+        return linear(x, kernel.T, bias, precision=self.precision, implementation=self.implementation)
+
+    def _promoted(self, inputs: Any) -> tuple[Array, Array, Array | None]:
+        """Return the inputs, the kernel, and the bias, in the dtype of the computation."""
+        bias = None if self.bias is None else self.bias[...]
+        return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+
+
+class LinearSoftmaxCrossEntropy(Linear):
+    """The last layer of a classifier or language model and its loss, on `jaxbp.linear_softmax_cross_entropy`.
+
+    It replaces a `flax.nnx.Linear` whose logits go only to a softmax cross-entropy. The constructor and the parameters
+    are the same. A call returns the logits, and `loss` returns the loss without storing the logits as a whole.
+
+    Args:
+      args, options: the arguments of `flax.nnx.Linear`, except `dot_general` and `preferred_element_type`, and
+        `implementation`.
+      label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
+
+    `kernel` has the shape `(in_features, out_features)`, and the op wants one row per class. If the op divides the
+    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. Weights that are tied
+    to an `Embed` have one row per class already: pass them to the op.
+
+    Raises:
+      NotImplementedError: an option of the constructor exists only in Flax.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        **options: Any,
+    ):
+        super().__init__(*args, **options)
+        if used := [name for name, is_used in self._only_in_flax().items() if is_used]:
+            raise NotImplementedError(f"LinearSoftmaxCrossEntropy: {', '.join(used)} is given; wants the default")
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.softcap, self.reduction = softcap, reduction
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        """Return the logits, for predictions."""
+        logits = super().__call__(inputs, out_sharding)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def loss(self, inputs: Any, labels: Any, *, where: Any = None) -> Array:
+        """Return the loss.
+
+        Args:
+          inputs: an array `(..., in_features)`.
+          labels: one class per row of the inputs.
+          where: the rows that are kept, or None for all.
+
+        Returns:
+          The loss, as `reduction` says, in the dtype of the computation.
+
+        Raises:
+          TypeError, ValueError: as in `jaxbp.linear_softmax_cross_entropy`.
+        """
+        x, kernel, bias = self._promoted(inputs)
+        return linear_softmax_cross_entropy(
+            x,
+            kernel.T,
+            labels,
+            bias,
+            where=where,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+class Embed(Layer, nnx.Embed):
+    """`flax.nnx.Embed` on `jaxbp.embedding`, `y = embedding[x]`.
+
+    `embedding` has the shape `(num_embeddings, features)`. `attend` multiplies by it with `jaxbp.linear`, without a
+    transpose. If `out_sharding` is given, or if there is only one embedding, Flax computes the call.
+    """
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
+        (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+        is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)  # otherwise, Flax raises an error
+        if self._needs_flax(table, out_sharding=out_sharding is not None) or self.num_embeddings == 1 or not is_integer:
+            return super().__call__(inputs, out_sharding)
+        return embedding(inputs, table, implementation=self.implementation)
+
+    def attend(self, query: Any, out_sharding: Any = None) -> Array:
+        x, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        if self._needs_flax(x, table, out_sharding=out_sharding is not None):
+            return super().attend(query, out_sharding)
+        return linear(x, table, implementation=self.implementation)

@@ -1,0 +1,98 @@
+"""Pools of images and sequences with the channels on the last axis."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from jaxbp.common import checks
+from jaxbp.nnx._layer import needs_flax
+from jaxbp.ops.conv.avg_pool2d import avg_pool2d
+from jaxbp.ops.conv.max_pool2d import max_pool2d
+from jaxbp.pairing import Implementation
+
+PoolPadding = str | Sequence[tuple[int, int]]
+"""The name of a padding, or one pair (before, after) per axis of the window."""
+
+
+def max_pool(
+    inputs: Any,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: PoolPadding = "VALID",
+    *,
+    implementation: Implementation = None,
+) -> Array:
+    """`flax.nnx.max_pool` on `jaxbp.max_pool2d`.
+
+    Args:
+      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`.
+      window_shape: one size per spatial axis. With more than two spatial axes, Flax computes the call.
+      strides: one stride per spatial axis. None means 1, unlike in `jaxbp.max_pool2d`.
+      padding: the number of -inf around the image: "SAME", "VALID", or one pair (before, after) per spatial axis.
+      implementation: as in `jaxbp.max_pool2d`.
+
+    Raises:
+      TypeError: the inputs are not floating.
+      ValueError: shapes or options do not fit.
+      NotImplementedError: "pallas" or "xla" with more than two spatial axes.
+    """
+    given = inputs, window_shape, strides, padding
+    return _pool("max_pool", max_pool2d, nnx.max_pool, *given, implementation=implementation)
+
+
+def avg_pool(
+    inputs: Any,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: PoolPadding = "VALID",
+    count_include_pad: bool = True,
+    *,
+    implementation: Implementation = None,
+) -> Array:
+    """`flax.nnx.avg_pool` on `jaxbp.avg_pool2d`.
+
+    Args:
+      count_include_pad: whether the zeros of the padding count.
+      Other arguments: as in `max_pool`. The padding is 0, not -inf.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as in `max_pool`.
+    """
+    given, options = (inputs, window_shape, strides, padding), dict(count_include_pad=count_include_pad)
+    return _pool("avg_pool", avg_pool2d, nnx.avg_pool, *given, implementation=implementation, **options)
+
+
+def _pool(
+    name: str,
+    op: Callable,
+    twin: Callable,
+    inputs: Any,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: PoolPadding,
+    *,
+    implementation: Implementation,
+    **options: bool,
+) -> Array:
+    x, window = checks.array(name, "inputs", inputs), tuple(window_shape)
+    axes = len(window)
+    if needs_flax(name, implementation, **{f"{axes} spatial axes": axes not in (1, 2)}):
+        return twin(inputs, window, strides, padding, **options)
+    strides = (1,) * axes if strides is None else tuple(strides)
+    if x.ndim <= axes or len(strides) != axes:
+        wants = f"at least {axes + 1} axes, and one stride per axis of the window"
+        raise ValueError(f"{name}: inputs has shape {x.shape}, strides is {strides}; wants {wants}")
+    batch, size = x.shape[: -axes - 1], x.shape[-axes - 1 :]
+    row = (1,) * (2 - axes)  # a sequence is an image with one row
+    y = op(
+        x.reshape(-1, *row, *size),
+        (*row, *window),
+        stride=(*row, *strides),
+        padding=padding if isinstance(padding, str) else (*((0, 0) for _ in row), *padding),
+        channel_axis=-1,
+        implementation=implementation,
+        **options,
+    )
+    return y.reshape(*batch, *y.shape[3 - axes :])

@@ -1,0 +1,48 @@
+"""The convolution agrees with Flax for all options."""
+
+import jax.numpy as jnp
+import pytest
+from flax_twins import IMAGES, assert_layers_agree, make
+from jax import lax
+
+import jaxbp
+
+SEQUENCES = IMAGES[0]
+VOLUMES = IMAGES[None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((6, 4, 3), dict(padding="CAUSAL", kernel_dilation=2, use_bias=False)),
+        ((6, 4, (3,), 2), dict(padding="REFLECT", dtype=jnp.float16)),
+        ((6, 4, (3, 2), (2, 1)), dict(padding="CIRCULAR", kernel_dilation=(2, 1))),
+        ((6, 6, (2, 3), None), dict(padding=[(0, 2), 1], feature_group_count=3)),
+        ((6, 4, (3, 3)), dict(padding="VALID", mask=jnp.tri(3)[:, :, None, None] * jnp.ones((6, 4)))),
+        ((6, 4, (2, 3)), dict(padding=2, input_dilation=(1, 2), precision="highest")),
+        ((6, 4, (2, 2, 2)), {}),
+        ((6, 4, (2, 3)), dict(conv_general_dilated=lambda *args, **o: 2 * lax.conv_general_dilated(*args, **o))),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_conv_takes_the_options_of_flax(arguments, options):
+    axes = 1 if isinstance(arguments[2], int) else len(arguments[2])
+    x = {1: SEQUENCES, 2: IMAGES, 3: VOLUMES}[axes]
+    assert_layers_agree("Conv", *arguments, x=x, tolerance=5e-3 if "dtype" in options else 1e-5, **options)
+
+
+@pytest.mark.parametrize("x", [IMAGES[0], IMAGES.reshape(1, 2, 4, 5, 6)], ids=["no batch", "two batch axes"])
+def test_batch_axes_are_free(x):
+    assert_layers_agree("Conv", 6, 4, (3, 3), x=x)
+
+
+def test_a_padding_of_another_length_is_an_error():
+    with pytest.raises(ValueError, match="Invalid padding"):
+        make(jaxbp.nnx, "Conv", 6, 4, (3, 3), padding=(1, 2, 3))(IMAGES)
+
+
+def test_options_that_only_flax_has_are_refused_with_an_implementation():
+    with pytest.raises(NotImplementedError, match=r"^Conv: implementation='xla' does not take input_dilation"):
+        make(jaxbp.nnx, "Conv", 6, 4, (3, 3), input_dilation=2, implementation="xla")
+    with pytest.raises(NotImplementedError, match=r"^Conv: implementation='pallas' does not take 3 spatial axes"):
+        make(jaxbp.nnx, "Conv", 6, 4, (2, 2, 2), implementation="pallas")
