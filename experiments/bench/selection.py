@@ -51,7 +51,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
         return workloads
     ops = [workload for workload in workloads if workload.steps is None]
     if not ops:
-        raise UserError(f"batch_last is for ops: wanted an op, but {', '.join(cases)} are steps of training")
+        raise UserError(f"--batch-last applies to ops only, not to training steps: {', '.join(cases)}")
     return [with_batch_last(workload) for workload in ops]
 
 

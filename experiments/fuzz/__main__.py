@@ -185,10 +185,10 @@ def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzCon
 
 def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     refuse_missing_folders(config.json)
-    if config.processes < 0 or not config.case_seconds > 0:
-        raise UserError(
-            f"--processes is {config.processes}, --case-seconds {config.case_seconds}; wants at least 0, more than 0"
-        )
+    if config.processes < 0:
+        raise UserError(f"--processes is {config.processes}; wants at least 0")
+    if not config.case_seconds > 0:
+        raise UserError(f"--case-seconds is {config.case_seconds}; wants more than 0")
     if not config.resume:
         return Found(), seed
     if config.json is None or not config.json.exists():

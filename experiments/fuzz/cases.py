@@ -91,7 +91,7 @@ class Program:
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that says which labels are classes. Along the last axis, two of every three labels are."""
+        """Return a mask that is true where a label is a class. Along the last axis, two of every three are."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)

@@ -185,7 +185,7 @@ class RunDirectory:
         if saved != constants:
             raise BrokenRun(
                 f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved ones "
-                f"(SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began it"
+                f"(SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began this run"
             )
         checkpoints.check_like(self._checkpoint.shapes, initial)
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)

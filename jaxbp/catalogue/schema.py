@@ -133,7 +133,8 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return two lists: one argument per perception layer, for its logits, and one argument per update layer."""
+        """Return two lists of arguments, for the perception layers and for the update layers. Each argument is the
+        logits of one layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 

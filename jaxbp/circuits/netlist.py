@@ -263,7 +263,11 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates, whose numbers, a, and b broadcast to one shape. Return the source of each gate."""
+        """Add gates, and return the index by which later gates read the output of each.
+
+        The arrays `gates`, with the number of each gate's function, and `a` and `b`, with the indices of its inputs,
+        broadcast to one shape.
+        """
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size

@@ -98,7 +98,8 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of these words, and that C does not reserve if the words are C's."""
+    """Raise an error unless the name is an identifier and none of `words`. If these are the words of C, names that the
+    C library reserves raise an error, too."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{op}: name is {name!r}; wants an identifier")
     if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):

@@ -148,7 +148,7 @@ def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
         return None
     where = array(op, "where", where)
     if where.dtype != bool:
-        raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool, say where != 0")
+        raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool, for example `where != 0`")
     wanted = next((shape for shape in shapes if len(shape) == where.ndim), shapes[0])
     sizes = zip(where.shape[::-1], wanted[::-1], strict=False)
     if where.ndim > len(wanted) or any(size not in (1, want) for size, want in sizes):

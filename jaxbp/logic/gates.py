@@ -47,7 +47,7 @@ subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the 16 functions of two arrays, in the form of the literature."""
+    """Return the values of the 16 relaxed gates for the inputs a and b, by the formulas of the literature."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]

@@ -173,7 +173,8 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
 
 
 def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], place: _Place) -> NonFinite | None:
-    """Return the operation that made the results of an equation not finite. Return None if it is a constant."""
+    """Return the operation that made the results of an equation non-finite. Return None if a constant of the program
+    was non-finite."""
     wrong = [a for a in inputs if not _finite(a.array)]
     from_constant = wrong and not any(_has("NaN", a) for a in results)
     origin = next((a.origin for a in wrong if a.origin is not None), None)

@@ -24,17 +24,18 @@ class CheckRow:
     Attributes:
       op, implementation, dtype: the op, the implementation, and the dtype that were checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
-      order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
+      order: 0 for a value, 1 for a gradient, 2 for a derivative of the gradient, 3 for a derivative of that.
       against: how the expected array was computed, such as by autodiff in float64.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
       absolute: the largest difference.
       relative: the largest difference, divided by the largest expected element.
-      index, analytic, numeric: the index, the result, and the expected number of the element with the largest error
-        relative to its limit.
+      index: the index of the worst element, whose error is largest relative to its allowed error.
+      analytic: the result at this index.
+      numeric: the expected number at this index.
       inputs: the name of each argument, and its value at the index of this element.
-      reason: why the argument was skipped, why the result is inconclusive, or why it passes although it exceeds the
-        tolerance; or a description of the mistake.
+      reason: a description of the mistake, if the verdict is "failed". Otherwise, why the argument was skipped, why
+        the result is inconclusive, or why it passes although it exceeds the tolerance.
       data: the name of the data: `USER_DATA`, or added data.
       case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
     """

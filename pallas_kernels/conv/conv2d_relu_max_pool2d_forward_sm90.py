@@ -119,7 +119,7 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Number of rows of the patch that the product for one window position reads."""
+        """Number of the patch's rows that the matrix product for one window position reads."""
         return self.patch[0] - self.R + 1
 
     @property

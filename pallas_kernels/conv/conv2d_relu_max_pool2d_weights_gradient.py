@@ -102,7 +102,7 @@ def _fits(channels: int, taps: int) -> bool:
 def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> str | None:
     F, G = _filter_size(dy, x, window)
     if not _fits(1, F * G):
-        return f"filters of {F} x {G}, whose sums do not fit shared memory"
+        return f"filters of {F} x {G}, whose sums do not fit in shared memory"
     return unsupported(F, G, window)
 
 

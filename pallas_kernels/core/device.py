@@ -78,7 +78,8 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether the targeted or the default device is a GPU that kernels can be compiled for."""
+    """Whether kernels can be compiled for the device in use: the targeted device if there is one, else the default
+    device."""
     device = gpu()
     return device is not None and device.runs_kernels
 

@@ -107,7 +107,7 @@ def launch(
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
     if in_place and skippable:
-        raise ValueError(f"{name}: skippable is {skippable}; wants nothing, because outputs are in_place")
+        raise ValueError(f"{name}: skippable is {skippable}; wants an empty sequence, because outputs are in_place")
     out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), out)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))

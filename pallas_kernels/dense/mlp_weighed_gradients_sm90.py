@@ -49,8 +49,8 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The division of all layers' dw into tiles of `EXAMPLES x SLICE` elements, layer by layer, followed by the tiles
-    of dx."""
+    """The order in which CTAs compute tiles: first the tiles of dw, of `EXAMPLES x SLICE` elements each, layer by
+    layer; then the tiles of dx."""
 
     network: Network
 

@@ -56,8 +56,8 @@ def first_values_of(x: Array) -> Array:
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum over each row of `function(piece)`, for all pieces. The pieces are added first, so that one
-    reduction by shuffles is enough."""
+    """Return, for each row, the sum of `function(piece)` over all pieces of the row. The values of the pieces are first
+    added element by element, so that one reduction by shuffles is enough."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

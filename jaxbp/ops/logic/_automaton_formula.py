@@ -52,7 +52,7 @@ def zeros(prepared: tuple) -> tuple[list, list]:
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients with respect to the coefficients, given their sum over the ticks."""
+    """Return the gradients with respect to the coefficients, given the sums that were accumulated over the ticks."""
     return total
 
 

@@ -96,7 +96,7 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
         (["rleu"], "unknown case rleu: did you mean relu"),
         (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
         (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
-        (["lenet", "logic", "--batch-last"], "batch_last is for ops: wanted an op, but lenet, logic are"),
+        (["lenet", "logic", "--batch-last"], "--batch-last applies to ops only, not to training steps: lenet, logic"),
         (["relu", "--time-limit", "-1"], "time_limit is -1.0: wanted at least 0"),
         (["relu", "--dtype", "float16", "float16"], "dtype is float16 float16: wanted one or more, each of them once"),
         (

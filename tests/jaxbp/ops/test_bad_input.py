@@ -292,7 +292,7 @@ DTYPES = {
     ),
     "a mask of floats": (
         lambda: jaxbp.sum(zeros(3), where=zeros(3)),
-        "sum: where has dtype float32; wants bool, say where != 0",
+        "sum: where has dtype float32; wants bool, for example `where != 0`",
     ),
     "two numbers": (lambda: jaxbp.add(1.0, 2), "add: x1 is a float; wants an array"),
     "an unknown option of a pool": (

@@ -90,7 +90,7 @@ def test_the_weights_gradient_fits_shared_memory_or_is_refused(block, shared_byt
     x, _, _, dy, place = shapes(block, 1024)
     with targeting(dataclasses.replace(HOPPER, shared_bytes=shared_bytes)):
         if reason := weights_gradient.unsupported(dy, place, x, window=WINDOW):
-            assert shared_bytes == 20_000 and "do not fit shared memory" in reason
+            assert shared_bytes == 20_000 and "do not fit in shared memory" in reason
             return
         channels = weights_gradient.heuristic(dy, place, x, window=WINDOW).channels
     taps = BLOCKS[block][-1] ** 2
