@@ -268,6 +268,7 @@ BACKWARDS = {
 }
 FORWARDS = {
     "relu": F.relu,
+    "embedding": F.embedding,
     "linear": F.linear,
     "conv2d": F.conv2d,
     "max_pool2d": _max_pool2d,
