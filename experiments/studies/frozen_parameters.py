@@ -36,7 +36,7 @@ from experiments.output.results import keep, provenance
 from jaxbp.verify.timing import device_seconds
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
-WANTED = {"adapters": 0, "all": (0, 1)}
+WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
 """The arguments of `loss` whose gradients a program computes."""
 EXPANSION = 4
 """The number of hidden features of a block, divided by its features."""
