@@ -123,8 +123,9 @@ def measured(
       settling: the largest number of seconds for which a program runs before the first round.
     """
     programs = [(implementation, wanted) for implementation in implementations for wanted in WANTED]
+    lowered = [jax.jit(gradients(*program)).lower(*arguments) for program in programs]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda key: jax.jit(gradients(*key)).lower(*arguments).compile(), programs))
+        compiled = list(pool.map(jax.stages.Lowered.compile, lowered))
     for (implementation, wanted), program in zip(programs, compiled, strict=True):
         memory = program.memory_analysis()
         yield {
