@@ -108,6 +108,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "training": run_tables.training,
     "seeds": run_tables.seeds,
     "steps": run_tables.steps,
+    "frozen": run_tables.frozen,
     "profile": run_tables.profile,
     "accuracy": run_tables.accuracy,
     "fuzz": run_tables.fuzz,

@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxbp.common.gradients import Kinds, by_autodiff, of_floating, positional_names
 from jaxbp.common.options import Options, remembered
 from jaxbp.mapped_axis import mapped_axis_first
-from jaxbp.reverse_mode import linear_call, reverse_mode_only
+from jaxbp.reverse_mode import linear_call, reverse_mode_only, transposable
 from jaxbp.sharding import BatchAxes, mesh_of, on_explicit_axes, over_devices, with_automatic_axes
 from pallas_kernels.core import device
 from pallas_kernels.core.launch import unify_varying_axes
@@ -303,6 +303,8 @@ class Pair(Op[P, R]):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. The shape of this array is the option `shape`. Nothing is
         saved. The pair then also has forward mode, and `jax.linear_transpose` works.
+      linear_in: sets of indices of arrays. If the other arrays are constant, y is linear in the arrays of each set
+        together, apart from a constant term. `jax.linear_transpose` then works for these arrays.
       batch_axes: a function of `(dy, *saved)` that returns their batch axes. Each device of a mesh then runs the
         kernel on a part of the examples: see `jaxbp.sharding`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
@@ -330,6 +332,7 @@ class Pair(Op[P, R]):
         residuals: Callable[..., Any] | None = None,
         has_aux: bool = False,
         linear: bool = False,
+        linear_in: Sequence[Sequence[int]] = (),
         name: str | None = None,
         unsupported: Callable[..., str | None] | None = None,
         default: DefaultImplementation | Callable[..., DefaultImplementation] | None = None,
@@ -371,7 +374,7 @@ class Pair(Op[P, R]):
         )
         self._made_of = Pair, made_of
         self.forward, self.backward = forward, backward
-        self._residuals, self._has_aux, self._linear = residuals, has_aux, linear
+        self._residuals, self._has_aux, self._linear, self._linear_in = residuals, has_aux, linear, linear_in
         behind_dy = functools.partial(functools.partial, _behind_dy)
         self.vjp: Op[..., Any] = Op(
             f"{name}_backward",
@@ -408,7 +411,13 @@ class Pair(Op[P, R]):
             return self._checked(kinds, backward(dy[0] if self._has_aux else dy, *saved))
 
         call.defvjp(save_with_kinds, gradients)
-        return self._scoped(implementation, lambda *arrays: call(*reverse_mode_only(arrays, name)))
+
+        def call_pair(*arrays):
+            return call(*reverse_mode_only(arrays, name))
+
+        if self._linear_in:
+            return self._scoped(implementation, lambda *arrays: transposable(call_pair, arrays, self._linear_in, name))
+        return self._scoped(implementation, call_pair)
 
     def _checked(self, kinds: Kinds, gradients: Any) -> tuple:
         return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)

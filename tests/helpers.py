@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from jaxbp.catalogue import CATALOGUE, FixedArgument
 from jaxbp.pairing import IMPLEMENTATIONS
+from pallas_kernels.core.launch import launch
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])
@@ -247,3 +248,30 @@ def poison_memory():
 def cuda_program(function, *arrays):
     """Return the text of a function lowered for CUDA, which needs no GPU."""
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernel_results(function, *arrays):
+    """Return the number of results of each kernel in a function lowered for CUDA."""
+    calls = [line for line in cuda_program(function, *arrays).splitlines() if "mosaic_gpu_v2" in line]
+    return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
+
+
+@contextlib.contextmanager
+def skipped_outputs(module, *indices):
+    """Return a context in which the kernels of a module skip these entries of `out`, as if nothing used them.
+
+    The simulator does not remove unused outputs. In place of a skipped output, the context returns zeros. Kernels that
+    cannot skip these outputs run as usual.
+    """
+
+    def skipping(*arrays, out, skippable=(), **options):
+        if not {*indices} <= {*skippable}:
+            return launch(*arrays, out=out, **options)
+        results = list(launch(*arrays, out=tuple(None if i in indices else a for i, a in enumerate(out)), **options))
+        for i in indices:
+            results[i] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out[i])
+        return tuple(results)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "launch", skipping)
+        yield

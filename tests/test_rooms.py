@@ -237,7 +237,7 @@ TESTED_ELSEWHERE = {
     *(f"experiments/bench/peers/{name}" for name in ("cudnn", "liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
-    "jaxbp/catalogue/test_promotion",
+    *("jaxbp/catalogue/test_promotion", "jaxbp/catalogue/test_unwanted_gradients"),
     *(f"jaxbp/ops/test_{name}" for name in ("any_shape", "bad_input", "formulas", "twins")),
     "jaxbp/ops/conv/test_twins",
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from figures.cells import day, devices, link, markdown, number, percent
+from figures.cells import day, devices, link, markdown, mebibytes, number, percent
 from figures.measurements import Report, Reports, Row, all_rows, grouped, time
 
 
@@ -168,6 +168,22 @@ def steps(reports: Reports) -> str:
         f"{report['shape'][0]:,} rows of {report['shape'][1]:,} in {report['dtype']}" for report in reports.values()
     )
     return f"{markdown(['step', 'time, µs', 'share of the roofline'], lines)}\n\n{'; '.join(sizes)}."
+
+
+def frozen(reports: Reports) -> str:
+    """Return a table with one line per implementation. It compares the gradients of the adapters alone with all
+    gradients."""
+    (report,) = reports.values()
+    lines = []
+    for implementation, rows in grouped(report["rows"], lambda row: row["implementation"]).items():
+        adapters, every = ({row["wanted"]: row for row in rows}[wanted] for wanted in ("adapters", "all"))
+        memory = [mebibytes(row[kind]) for kind in ("temporary_bytes", "result_bytes") for row in (adapters, every)]
+        share = percent(time(adapters) / time(every))
+        lines.append([f"`{implementation}`", number(time(adapters)), number(time(every)), share, *memory])
+    memory = [f"{kind}, {wanted}, MiB" for kind in ("temporary memory", "results") for wanted in ("adapters", "all")]
+    rows, features = report["shape"]
+    sizes = f"{report['blocks']} blocks, {rows:,} rows of {features:,} in {report['dtype']}, rank {report['rank']}."
+    return f"{markdown(['implementation', 'adapters, µs', 'all, µs', 'adapters / all', *memory], lines)}\n\n{sizes}"
 
 
 SAYS_NOTHING = ("failed", "timed out")

@@ -19,6 +19,7 @@ lowering. Tracing a program therefore spends no time on its kernels.
 import contextlib
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, g
 
 from pallas_kernels.core.body_errors import explained
 from pallas_kernels.core.compilation import compiled_ahead, compiles_ahead
-from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
@@ -144,6 +145,8 @@ def _mosaic(
     body, *arrays, structure, out, grid, name, scratch, cluster, warpgroups, options, in_place=None, interpret=None
 ):
     arrays, out_type = list(arrays), out
+    *outer, _ = grid.values()
+    launched = {"flat": math.prod(grid.values())} if math.prod(outer) > _MAX_OUTER_CTAS else grid
     shared = {o: i for i, o in (in_place or {}).items()}
     if shared:
         for i in in_place:
@@ -160,16 +163,17 @@ def _mosaic(
         if shared:
             inputs, others, rest = refs[: len(arrays)], refs[len(arrays) :], refs[len(arrays) + len(out_type) :]
             refs = [*inputs, *outputs(inputs, others), *rest]
-        axes = [*grid, *cluster, "warpgroup"] if warpgroups else [*grid, *cluster]
+        axes = [*launched, *cluster, "warpgroup"] if warpgroups else [*launched, *cluster]
+        indices = {axis: lax.axis_index(axis) for axis in axes}
         with _recording_lines():
-            body(*structure.unflatten(refs), **{axis: lax.axis_index(axis) for axis in axes})
+            body(*structure.unflatten(refs), **(indices if launched is grid else _along_axes(grid, indices)))
 
     kernel_body.__name__ = name
     results = plgpu.kernel(
         kernel_body,
         out_type=out_type,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid=tuple(launched.values()),
+        grid_names=tuple(launched),
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
         num_threads=warpgroups,
@@ -179,6 +183,20 @@ def _mosaic(
         interpret=interpret,
     )(*arrays)
     return outputs({i: arrays[i][...] for i in in_place}, results) if shared else results
+
+
+_MAX_OUTER_CTAS = 2**16 - 1
+"""The largest size of a CUDA grid along its y and z axes (CUDA C++ Programming Guide, compute capabilities). The last
+axis of a grid becomes the x axis, which takes 2**31 - 1 CTAs."""
+
+
+def _along_axes(grid, indices):
+    """Return the index of a CTA along each axis of the grid, given the index `flat` in the flattened grid."""
+    indices = dict(indices)
+    rest = indices.pop("flat")
+    for axis, size in reversed(grid.items()):
+        rest, indices[axis] = quotient(rest, size), remainder(rest, size)
+    return indices
 
 
 @contextlib.contextmanager

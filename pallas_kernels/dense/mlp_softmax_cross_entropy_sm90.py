@@ -178,7 +178,7 @@ class _BackwardRefs(NamedTuple):
 
     Attributes:
       dy, labels, logits, weights, hidden: inputs in device memory.
-      gradients, dx: outputs in device memory.
+      gradients, dx: outputs in device memory. dx is None if it is not wanted.
       stages, loaded: stages and barriers of the ring, for slices of the weights.
       operands: rows of the gradients with respect to each layer's sums, in shared memory.
     """
@@ -197,8 +197,10 @@ class _BackwardRefs(NamedTuple):
 
 def _backward(network: Network, *refs: Any, block: Any) -> None:
     refs, examples = _BackwardRefs(*refs), pl.ds(block * EXAMPLES, EXAMPLES)
-    stream = Stream(network.backward_products, refs.weights, refs.stages, refs.loaded)
-    stream.start()
+    products = network.backward_products if refs.dx is not None else network.backward_products[:-1]
+    stream = Stream(products, refs.weights, refs.stages, refs.loaded)
+    if products:
+        stream.start()
     z = read(refs.logits, examples, plgpu.Layout.WGMMA)
     dy = read(refs.dy, examples, value_a_row())
     labels = read(refs.labels, examples, value_a_row())
@@ -209,10 +211,12 @@ def _backward(network: Network, *refs: Any, block: Any) -> None:
         put(rounded_to_tf32(gradient), refs.operands[layer], refs.gradients[i].at[examples], bulk=False)
         # These loads run during the product.
         h = read(refs.hidden[layer - 1], examples, plgpu.Layout.WGMMA) if layer else None
-        gradient = stream.multiply(i, refs.operands[layer])
+        if i < len(products):
+            gradient = stream.multiply(i, refs.operands[layer])
         if layer:
             gradient = jnp.where(h > 0, gradient, 0.0)
-    store_columns(gradient, refs.dx, examples)
+    if refs.dx is not None:
+        store_columns(gradient, refs.dx, examples)
 
 
 def _backward_unsupported(dy, labels, logits, hidden, weights):
@@ -249,6 +253,7 @@ def backward(
         packed.reshape(-1, SLICE),
         hidden,
         out=(tuple(float32_struct(N, n) for n in reversed(network.widths[1:])), float32_struct(network.widths[0], N)),
+        skippable=[1],
         grid={"block": N // EXAMPLES},
         scratch=network.scratch(network.backward_products, network.widths[1:], config.stages),
         name="mlp_softmax_cross_entropy_backward",

@@ -214,7 +214,8 @@ def gradients_by_input(
 ) -> tuple[Array, Array]:
     """Return (dx, dc).
 
-    For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers.
+    For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers. If
+    dx is not wanted, the CTA does not read the gates that read the input as their b.
     """
     gates, (inputs, N) = graph.gates, x.shape
 
@@ -225,17 +226,17 @@ def gradients_by_input(
         def add_consumer(e, dx, role):
             g = consumers_ref[e] >> 1
             dy, partner = load_row(dy_ref, dy_row(dy_ref, gates, g), lanes), load_row(x_ref, partners_ref[e], lanes)
-            if role == 0:
+            if role == 0 and dc_ref is not None:
                 for k, vector in enumerate(gate_sums(list(zip(dy, x_blocks, partner, strict=True)))):
                     dc_ref[block, g, k] = jnp.sum(vector)
             slope, curve = c_ref[g, 1 + role], c_ref[g, 3]
             return tuple(s + d * (slope + curve * p) for s, d, p in zip(dx, dy, partner, strict=True))
 
         dx = tuple(zeros_like(a) for a in x_blocks)
-        for role in (0, 1):
+        for role in (0, 1) if dx_ref is not None else (0,):
             first, end = offsets_ref[2 * row + role], offsets_ref[2 * row + role + 1]
             dx = lax.fori_loop(first, end, functools.partial(add_consumer, role=role), dx)
-        for lane_block, total in zip(lanes, dx, strict=True):
+        for lane_block, total in zip(lanes, dx, strict=True) if dx_ref is not None else ():
             dx_ref[row, lane_block] = total.astype(dx_ref.dtype)
 
     blocks = N // (config.length * config.blocks)
@@ -248,6 +249,7 @@ def gradients_by_input(
         graph.offsets,
         x,
         out=(x, jax.ShapeDtypeStruct((blocks, gates, GATE_SUMS), jnp.float32)),
+        skippable=[0, 1],
         grid={"block": blocks, "row": inputs},
         name="gate_layer_backward",
     )

@@ -78,28 +78,36 @@ def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
     """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs."""
+    trail leaves these inputs. If dx is not wanted, it reads only these gates."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, inputs_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
         lanes = lane_blocks(block, config.blocks, config.length)
         rows = [inputs_ref[group * config.inputs + k] for k in range(config.inputs)]
-        places = [group * config.inputs * consumers_per_input + k for k in range(config.inputs * consumers_per_input)]
+        per_input = consumers_per_input if dx_ref is not None else gates_per_input
+        places = [
+            (group * config.inputs + k) * consumers_per_input + n
+            for k in range(config.inputs)
+            for n in range(per_input)
+        ]
         consumers, partner_rows = ([ref[e] for e in places] for ref in (consumers_ref, partners_ref))
         slopes = [consumer_slopes(c_ref, consumer) for consumer in consumers]
         x_blocks = [load_row(x_ref, row, lanes) for row in rows]
         dys = [load_row(dy_ref, dy_row(dy_ref, gates, consumer >> 1), lanes) for consumer in consumers]
         partners = [load_row(x_ref, row, lanes) for row in partner_rows]
         for k, row in enumerate(rows):
-            input_consumers = range(k * consumers_per_input, (k + 1) * consumers_per_input)
-            for p, lane_block in enumerate(lanes):
+            input_consumers = range(k * per_input, (k + 1) * per_input)
+            for p, lane_block in enumerate(lanes if dx_ref is not None else ()):
                 terms = [dys[n][p] * (slopes[n][0] + slopes[n][1] * partners[n][p]) for n in input_consumers]
                 dx_ref[row, lane_block] = functools.reduce(jnp.add, terms).astype(dx_ref.dtype)
-            for gate, n in enumerate(input_consumers[:gates_per_input], k * gates_per_input):
+            for gate, n in enumerate(
+                input_consumers[: gates_per_input if dc_ref is not None else 0], k * gates_per_input
+            ):
                 for t, vector in enumerate(gate_sums(list(zip(dys[n], x_blocks[k], partners[n], strict=True)))):
                     rows_ref[GATE_SUMS * gate + t] = vector
-        sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * SUM_ROWS, SUM_ROWS)])
+        if dc_ref is not None:
+            sums_over_lanes(rows_ref, dc_ref.at[block, pl.ds(group * SUM_ROWS, SUM_ROWS)])
 
     blocks, groups = N // (config.length * config.blocks), inputs // config.inputs
     dx, sums = launch(
@@ -111,6 +119,7 @@ def gradients_along_trail(
         graph.trail_inputs,
         x,
         out=(x, jax.ShapeDtypeStruct((blocks, groups * SUM_ROWS), jnp.float32)),
+        skippable=[0, 1],
         grid={"block": blocks, "group": groups},
         scratch=[plgpu.SMEM((SUM_ROWS, config.length), jnp.float32)],
         barriers=False,

@@ -158,6 +158,7 @@ def leaf_gradients(
             jax.ShapeDtypeStruct((blocks, parts, kernels, 4 * gates), jnp.float32),
             jax.ShapeDtypeStruct((kernels * count, *dy.shape[1:]), jnp.float32),
         ),
+        skippable=[0, 1],
         grid={"block": blocks, "part": parts, "k": kernels},
         scratch=[plgpu.SMEM((LANES,), jnp.float32)],
         barriers=False,
@@ -170,7 +171,7 @@ def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
     """Compute the gradients of the coefficients and of the leaves for one tree, `rows` rows of pooling windows, and a
-    block of examples."""
+    block of examples. A reference to a gradient that is not wanted is None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 
@@ -185,9 +186,9 @@ def _leaf_gradients_of_rows(
         operands = [(load_window(row, c), dy_ref[k, row, c, lanes].astype(jnp.float32)) for c in columns]
         for column, (values, dy) in zip(columns, operands, strict=True):
             dc, dleaves = gradients_of_tree(tree.c, levels_of_tree(tree.c, values), dy)
-            for leaf, dleaf in enumerate(dleaves):
+            for leaf, dleaf in enumerate(dleaves if dleaves_ref is not None else ()):
                 dleaves_ref[k * count + leaf, row, column, lanes] = dleaf
-            terms = itertools.chain.from_iterable(dc)
+            terms = itertools.chain.from_iterable(dc if dc_ref is not None else ())
             sums = tuple(total + term for total, term in zip(sums, terms, strict=True))
         return sums
 
@@ -195,6 +196,7 @@ def _leaf_gradients_of_rows(
     last = jnp.minimum(first + rows, geometry.rows)
     columns_per_turn = largest_divisor(geometry.columns, _MAX_COLUMNS_PER_TURN)
     zero = zeros_like(dy_ref[k, 0, 0, lanes].astype(jnp.float32))
-    sums = visit_windows(first, last, geometry.columns, windows, (zero,) * (4 * gates), columns_per_turn)
+    zeros = (zero,) * (4 * gates if dc_ref is not None else 0)
+    sums = visit_windows(first, last, geometry.columns, windows, zeros, columns_per_turn)
     for i, total in enumerate(sums):
         dc_ref[block, part, k, i] = jnp.sum(total)

@@ -168,7 +168,7 @@ def gradients(
         bias,
         mask,
         out=(x, [sums, sums] if center else [sums], x if with_y else None),
-        skippable=[1],
+        skippable=[1, 2],
         grid={"part": parts, "owner": width // config.columns},
         name="layer_norm_backward" if center else "rms_norm_backward",
     )
@@ -221,7 +221,7 @@ class _Row:
 
 class _BackwardRefs(NamedTuple):
     """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. It is None if no gradient of a
-    parameter is wanted. `y` is None unless `with_y`."""
+    parameter is wanted. `y` is None unless `with_y`, and if y is not used."""
 
     dy: Any
     x: Any

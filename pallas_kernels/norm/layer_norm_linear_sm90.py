@@ -278,6 +278,7 @@ def input_gradient(
         offset,
         inv_std,
         out=(x, x),
+        skippable=[1],
         grid={"program": programs},
         warpgroups=_WARPGROUPS,
         scratch=[
@@ -301,7 +302,7 @@ def input_gradient(
 
 class _InputGradientRefs(NamedTuple):
     """For each row, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of the columns. Here `t = (dz
-    w) * scale`."""
+    w) * scale`. `hat` is None if x̂ is not used, which is so if no gradient of a parameter is wanted."""
 
     dz: Any
     x: Any
@@ -360,7 +361,7 @@ class _InputGradient:
             def _():
                 # A wait counts copies in the order in which they started: first the copies of dx, then the copies of
                 # x̂.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 dz_ring.fetch(step + self.config.stages)
@@ -392,10 +393,12 @@ class _InputGradient:
             hat = hat_piece(piece)
             dx = t(piece) - broadcast_rows(mean) - hat * broadcast_rows(projection)
             x_stage[:, piece] = (dx * broadcast_rows(inv_std)).astype(x_stage.dtype)
-            hat_stage[:, piece] = hat.astype(x_stage.dtype)
+            if refs.hat is not None:
+                hat_stage[:, piece] = hat.astype(x_stage.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(x_stage, refs.dx.at[rows, columns])
-        plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
+        if refs.hat is not None:
+            plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
         """Return the given columns of `dz w`. The product sums over both halves of dz's columns."""

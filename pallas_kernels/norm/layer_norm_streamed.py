@@ -164,7 +164,7 @@ def gradients(
         parameters,
         statistics,
         out=(rows, totals, rows if with_y else None),
-        skippable=[1],
+        skippable=[1, 2],
         grid={"program": programs},
         scratch=_stages(block, config, x, dy),
         name="layer_norm_backward" if center else "rms_norm_backward",
@@ -206,12 +206,13 @@ def _launch_input_gradient(t, x, inv_std, eps, config):
         t,
         rows,
         None if inv_std is None else jnp.pad(inv_std, (0, padded_rows - x.shape[0])),
-        out=(rows,) if eps is None else (rows, rows),
+        out=(rows, None if eps is None else rows),
+        skippable=[1],
         grid={"program": programs},
         scratch=_stages(block, config, t, x),
         name="layer_norm_backward_input",
     )
-    return tuple(a.reshape(x.shape) for a in results)
+    return tuple(a.reshape(x.shape) for a in results if a is not None)
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
@@ -301,15 +302,15 @@ class _Backward(Stream):
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
     """The body of the kernels that compute dx only. If eps is None, dx is computed from rows of x̂. Otherwise, dx and
-    x̂ are computed from rows of x."""
+    x̂ are computed from rows of x. x̂ is not written if it is not used."""
 
     eps: float | None
 
-    def body(self, t, x, inv_std, *refs, program):
-        *targets, stages, loaded = refs
-        self.stream(functools.partial(self._step, inv_std), None, [t, x], targets, stages, loaded, program)
+    def body(self, t, x, inv_std, dx, hat, stages, loaded, *, program):
+        step, targets = functools.partial(self._step, inv_std, hat is not None), [dx] if hat is None else [dx, hat]
+        self.stream(step, None, [t, x], targets, stages, loaded, program)
 
-    def _step(self, inv_std, first_row, stages, wait, _):
+    def _step(self, inv_std, with_hat, first_row, stages, wait, _):
         block, groups = self.block, self.block.groups(self.config.rows)
         inv_stds = [
             [None if inv_std is None else block.load_row_values(inv_std, first_row + row) for row in rows]
@@ -326,7 +327,7 @@ class _InputGradient(Stream):
             for t_ref, x_ref, t, hat, value, row_means in zip(t_refs, x_refs, ts, hats, known, means, strict=True):
                 hat = hat()
                 t_ref[...] = block.input_gradient(t(), hat, value, *row_means).astype(t_ref.dtype)
-                if self.eps is not None:
+                if with_hat:
                     x_ref[...] = hat.astype(x_ref.dtype)
 
 

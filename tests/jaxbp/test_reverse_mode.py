@@ -133,3 +133,70 @@ def test_a_linear_op_has_a_transpose_and_both_modes(op, implementation):
 
 def test_gradients_of_linear_ops_of_every_order_are_right():
     check_grads(lambda x: jnp.sin(jaxbp.sum(x, axis=0, implementation="xla")), (X,), order=3, modes=("fwd", "rev"))
+
+
+# -------------------------------------------------------------------------------------- functions linear in some arrays
+
+RANDOM = np.random.default_rng(1)
+MATRIX, WEIGHTS, IMAGES, FILTERS = (
+    jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in ((3, 5), (4, 5), (1, 2, 4, 5), (3, 2, 3, 2))
+)
+LINEAR_IN = {
+    "linear in x": (lambda x, **name: jaxbp.linear(x, WEIGHTS, WEIGHTS[:, 0], **name), MATRIX),
+    "linear in w": (lambda w, **name: jaxbp.linear(MATRIX, w, **name), WEIGHTS),
+    "linear in (w, b)": (lambda p, **name: jaxbp.linear(MATRIX, *p, **name), (WEIGHTS, WEIGHTS[:, 0])),
+    "conv2d in x": (lambda x, **name: jaxbp.conv2d(x, FILTERS, **name), IMAGES),
+    "conv2d in w": (lambda w, **name: jaxbp.conv2d(IMAGES, w, **name), FILTERS),
+    "conv1d in w": (lambda w, **name: jaxbp.conv1d(IMAGES[:, :, 0], w, **name), FILTERS[:, :, 0]),
+    "embedding": (lambda table, **name: jaxbp.embedding(jnp.array([0, 1, 1]), table, **name), WEIGHTS),
+    "matmul": (lambda a, **name: jaxbp.matmul(a, WEIGHTS.T, **name), MATRIX),
+    "dot": (lambda b, **name: jaxbp.dot(WEIGHTS, b, **name), MATRIX.T),
+    "outer": (lambda a, **name: jaxbp.outer(a, MATRIX, **name), WEIGHTS[0]),
+    "multiply": (lambda x, **name: jaxbp.multiply(x, MATRIX[0], **name), MATRIX),
+    "divide": (lambda x, **name: jaxbp.divide(x, MATRIX[0], **name), MATRIX),
+    "add": (lambda x, **name: jaxbp.add(*x, **name), (MATRIX, MATRIX[0])),
+    "subtract": (lambda x, **name: jaxbp.subtract(MATRIX, x, **name), MATRIX),
+    "dropout": (lambda x, **name: jaxbp.dropout(x, jax.random.key(0), 0.5, **name), MATRIX),
+    "gated_linear_unit": (lambda x, **name: jaxbp.gated_linear_unit(MATRIX, x, **name), MATRIX),
+    "rotary_embedding": (lambda x, **name: jaxbp.rotary_embedding(x, jnp.arange(3), **name), WEIGHTS[:3, :4]),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [(op, "xla") for op in LINEAR_IN]
+    + [(op, None) for op in ("linear in x", "conv2d in w", "multiply")]
+    + [(op, "pallas") for op in ("embedding", "multiply")],
+)
+def test_an_op_that_is_linear_in_some_arrays_has_a_transpose(op, implementation):
+    function, x = LINEAR_IN[op]
+    dy = jnp.cos(function(x, implementation="autodiff"))
+    expected = jax.linear_transpose(functools.partial(function, implementation="autodiff"), x)(dy)
+    function = functools.partial(function, implementation=implementation)
+    assert_close(jax.linear_transpose(function, x)(dy), expected, "float32")
+    mapped = jax.jit(jax.vmap(lambda dy: jax.linear_transpose(jax.jit(function), x)(dy)))
+    assert_close(
+        jax.tree.map(lambda a: a[1], mapped(jnp.stack([dy, 2 * dy]))), jax.tree.map(jnp.add, *[expected] * 2), 1e-5
+    )
+
+
+def test_the_transpose_has_a_transpose_and_gradients():
+    function = functools.partial(jaxbp.linear, w=WEIGHTS, implementation="xla")
+    back = lambda dy: jax.linear_transpose(function, MATRIX)(dy)[0]  # noqa: E731
+    (twice,) = jax.linear_transpose(back, function(MATRIX))(MATRIX)
+    assert_close(twice, function(MATRIX), "float32")
+    of_w = lambda w: jax.linear_transpose(lambda x: jaxbp.linear(x, w, implementation="xla"), MATRIX)(twice)[0]  # noqa: E731
+    check_grads(of_w, (WEIGHTS,), order=2, modes=("rev",))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda a: jaxbp.linear(*a, implementation="xla"), r"^linear: .* arrays \[0, 1\]; wants arrays in which it is"),
+        (lambda a: jaxbp.divide(MATRIX, a[1][:3], implementation="xla"), r"^divide: .* arrays \[1\]; wants"),
+    ],
+    ids=["a product of both", "a denominator"],
+)
+def test_a_function_that_is_not_linear_has_no_transpose(function, message):
+    with pytest.raises(TypeError, match=message):
+        jax.linear_transpose(function, (MATRIX, WEIGHTS))(function((MATRIX, WEIGHTS)))

@@ -44,6 +44,7 @@ _LINEAR = Pair(
     _forward,
     {"xla": _gradients, "pallas": _gradients_kernel},
     name="linear",
+    linear_in=[(0, 2), (1, 2)],
     batch_axes=batched(0, 1),
     unsupported=checks.unsupported_dtype,
     # In full float32, too, cuBLAS is faster than the kernels.

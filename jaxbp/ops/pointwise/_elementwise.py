@@ -5,7 +5,7 @@ Half precisions are computed in float32. Gradients are summed over the axes alon
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class Elementwise(Pair):
       in_kernels: the same function as `gradient`, in operations that kernels support, if `gradient` uses others.
       keeps_result: whether to keep y instead of x. This needs `gradient(dy, y)` to equal `gradient(dy, x)`. It saves
         memory, because the next op often keeps y, too.
+      linear_in: as in `Pair`.
       default, default_vjp: as in `Pair`; by default `XLA_ON_GPU`.
     """
 
@@ -40,6 +41,7 @@ class Elementwise(Pair):
         *,
         in_kernels: Callable | None = None,
         keeps_result: bool = False,
+        linear_in: Sequence[Sequence[int]] = (),
         default: DefaultImplementation = XLA_ON_GPU,
         default_vjp: DefaultImplementation = XLA_ON_GPU,
     ):
@@ -64,6 +66,7 @@ class Elementwise(Pair):
             save=save_result if keeps_result else None,
             residuals=given_arguments if keeps_result else None,
             name=name,
+            linear_in=linear_in,
             batch_axes=_of_full_rank,
             unsupported=checks.unsupported,
             default=default,

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cuda_program, last_program_first
+from helpers import cuda_program, last_program_first, normal, on_the_cpu
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from planted import FIRST, double, rows, run
 
 from pallas_kernels.core.launch import batch_first, batch_last, launch
 from pallas_kernels.core.layouts import LANES
+from pallas_kernels.core.simulator import simulated
 
 ROOT = Path(__file__).parents[3]
 SECOND = pl.ds(LANES, LANES)
@@ -259,3 +260,31 @@ def test_a_kernel_with_outputs_in_place_cannot_skip_others():
     x = jnp.ones(LANES)
     with pytest.raises(ValueError, match=r"^change: skippable is \[0\]; wants an empty sequence, because outputs"):
         launch(lambda *refs, i: None, x, out=(x,), grid={"i": 1}, name="change", in_place={0: 0}, skippable=[0])
+
+
+def indices_of_ctas():
+    """Return an array in which every CTA has written its index along each axis of its grid."""
+
+    def body(x_ref, y_ref, *, i, j, k):
+        for axis, index in enumerate((i, j, k)):
+            y_ref[i, j, k, axis] = index.astype(jnp.int32)
+
+    x = jnp.ones(LANES)
+    return launch(body, x, out=jax.ShapeDtypeStruct((2, 3, 4, 3), jnp.int32), grid=dict(i=2, j=3, k=4), name="indices")
+
+
+def test_a_grid_with_too_many_ctas_along_its_outer_axes_is_flattened(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.core.launch._MAX_OUTER_CTAS", 5)
+    with on_the_cpu(), simulated():
+        np.testing.assert_array_equal(indices_of_ctas(), np.moveaxis(np.indices((2, 3, 4)), 0, -1))
+
+
+@pytest.mark.gpu
+def test_gpu_a_grid_may_have_more_ctas_than_cuda_takes_along_its_outer_axes():
+    def body(x_ref, y_ref, *, row, block):
+        columns = pl.ds(block * LANES, LANES)
+        y_ref[row, columns] = 2 * x_ref[row, columns]
+
+    (x,) = normal((70_000, 2 * LANES))
+    y = launch(body, x, out=x, grid={"row": len(x), "block": 2}, name="double")
+    np.testing.assert_array_equal(y, 2 * x)

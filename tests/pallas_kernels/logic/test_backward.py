@@ -1,11 +1,12 @@
 """The gradients of gates by each kernel: in the simulator, lowered for CUDA, and on a GPU."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, cuda_program, in_float64, normal, on_the_cpu
+from helpers import assert_close, cuda_program, in_float64, normal, on_the_cpu, skipped_outputs
 
 from jaxbp import Wires
 from jaxbp.ops.logic import gate_layer as op
@@ -78,6 +79,23 @@ def test_the_simulator_finds_them_right(function, wires, N):
     with on_the_cpu(), simulated():
         results = jax.jit(function)(dy, coefficients, op._graph(wires), x)
     assert_close(results, reference(dy, coefficients, wires, x), "float32")
+
+
+@pytest.mark.parametrize("skipped", [0, 1], ids=["dc", "dx"])
+@pytest.mark.parametrize(
+    ("function", "wires", "module"),
+    [(BY_INPUT, "few consumers", "backward"), (ALONG_TRAIL, "four consumers", "backward_along_trail")],
+    ids=["by input", "along trail"],
+)
+def test_one_gradient_alone_is_the_same(function, wires, module, skipped):
+    if function is not BY_INPUT and jax.__version_info__ < (0, 12):
+        pytest.skip("older simulators lack layouts of shared memory")
+    dy, coefficients, wires, x = operands((WIRES | REGULAR)[wires](), LANES)
+    module = importlib.import_module(f"pallas_kernels.logic.{module}")
+    with on_the_cpu(), simulated(), skipped_outputs(module, skipped):
+        results = function(dy, coefficients, op._graph(wires), x)
+    assert not results[skipped].any()
+    assert_close(results[1 - skipped], reference(dy, coefficients, wires, x)[1 - skipped], "float32")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """LayerNorm and a dense layer in one pass: simulated, lowered for CUDA, and on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
-from helpers import assert_close, cuda_program, normal, on_the_cpu
+from helpers import assert_close, cuda_program, normal, on_the_cpu, skipped_outputs
 
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
@@ -59,6 +60,19 @@ def test_the_simulator_finds_them_right(hidden, out, shift):
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
         actual = jax.block_until_ready(both(*arrays))
     assert_close(actual, expected(*arrays), 5e-3)
+
+
+@can_simulate
+def test_dx_is_the_same_if_the_normalised_rows_are_not_wanted():
+    x, scale, _, w, _, dz = draw(192, 128, 128)  # three blocks for one CTA
+    (statistics,) = normal((192,))
+    run = functools.partial(kernels.input_gradient, dz, x, scale, w, statistics, abs(statistics), config=CONFIGS[1])
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+        expected, _ = run()
+        with skipped_outputs(kernels, 1):
+            dx, normalised = run()
+    assert not normalised.any()
+    np.testing.assert_array_equal(dx, expected)
 
 
 @can_simulate

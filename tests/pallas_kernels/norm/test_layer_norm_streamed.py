@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, normal, on_the_cpu
+from helpers import assert_close, normal, on_the_cpu, skipped_outputs
 
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
@@ -68,6 +68,28 @@ def test_the_simulator_finds_dx_alone_right(name):
     config = Config(**{"stages": 3, "programs": 1} | sizes)
     with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)):
         assert_input_gradient_right(rows, hidden, dtype, config)
+
+
+@can_simulate
+def test_dx_is_the_same_if_the_normalised_rows_are_not_wanted():
+    t, x, scale = normal((8, 128), (8, 128), (128,))
+
+    def run():
+        config = Config(4, 2, 1)
+        dx, _, _, y = kernels.gradients(
+            t, x, scale, scale, None, None, eps=1e-5, center=True, with_y=True, config=config
+        )
+        return [(dx, y), kernels.input_gradient_from_x(t, x, eps=1e-5, config=config)]
+
+    with on_the_cpu(), simulated(), targeting(dataclasses.replace(HOPPER, multiprocessors=1)):
+        expected = run()
+        with skipped_outputs(kernels, 2):
+            found = run()[:1]
+        with skipped_outputs(kernels, 1):
+            found += run()[1:]
+    for (dx, rows), (expected_dx, expected_rows) in zip(found, expected, strict=True):
+        assert not rows.any() and expected_rows.any()
+        np.testing.assert_array_equal(dx, expected_dx)
 
 
 @can_simulate

@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, every_implementation, in_float64, normal, on_the_cpu, ours, relative_error
+from helpers import (
+    assert_close,
+    every_implementation,
+    in_float64,
+    normal,
+    on_the_cpu,
+    ours,
+    relative_error,
+    skipped_outputs,
+)
 
 import jaxbp
 from jaxbp import TreeWires
@@ -224,6 +233,22 @@ def test_kernels_in_the_simulator_match_the_formula(window, stride, pad, pool):
                     **geometry | dict(size=x.shape[:3], window=window, padding=pad, config=Config(rows)),
                 )
                 assert_close(found, dx[:, pad[0] : pad[0] + 3, pad[1] : pad[1] + 3], "float32")
+
+
+@pytest.mark.parametrize("skipped", [0, 1], ids=["leaves", "coefficients"])
+def test_a_kernel_computes_one_gradient_alone_in_the_simulator(skipped):
+    wires = TreeWires.random(2, 2, (2, 2), depth=2, seed=0)
+    (coefficients,), x = normal((2, 3, 4), seed=1), jnp.asarray(np.random.default_rng(0).random((2, 3, 3, 128)))
+    with on_the_cpu():
+        y, places = _trees.forward(coefficients, wires, x, stride=(1, 1), pool=(2, 2))
+        arrays = *normal(y.shape, seed=2), places, coefficients, wires.leaves, x.astype(jnp.float32)
+        run = functools.partial(trees.leaf_gradients, *arrays, window=(2, 2), stride=(1, 1), pool=(2, 2))
+        with targeting(HOPPER), simulated():
+            expected = run()
+            with skipped_outputs(trees, skipped):
+                found = run()
+    assert not found[skipped].any()
+    np.testing.assert_array_equal(found[1 - skipped], expected[1 - skipped])
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():

@@ -1,0 +1,141 @@
+"""Measure what the gradients of frozen parameters cost: fine-tuning with low-rank adapters against a full backward.
+
+    python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
+    python -m experiments.studies.frozen_parameters --quick      # small arrays, without a GPU
+
+The model is a stack of blocks with frozen parameters and with adapters (LoRA, E. Hu et al., arXiv:2106.09685):
+
+    n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
+    adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
+
+Each row of the report is one compiled program, which computes the gradients of a loss with respect to the adapters, or
+with respect to all parameters. It contains:
+
+- the implementation of all ops
+- `wanted`, which is "adapters" or "all"
+- the time in microseconds
+- the bytes of its results, and of the memory that it needs beyond its arguments and results
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jaxbp
+from experiments.output.errors import exit_code
+from experiments.output.results import keep, provenance
+from jaxbp.verify.timing import device_seconds
+
+IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
+WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
+"""The arguments of `loss` whose gradients a program computes."""
+EXPANSION = 4
+"""The number of hidden features of a block, divided by its features."""
+SETTLING = 1.2
+"""The largest number of seconds for which each program runs before it is timed."""
+QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    args = sys.argv[1:] if args is None else list(args)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--features", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--seconds", type=float, default=0.3, help="the least duration of a round")
+    parser.add_argument("--quick", action="store_true", help=f"the same as {' '.join(QUICK)}")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args([*QUICK, *args] if "--quick" in args else args)
+    sizes = {key: getattr(given, key) for key in ("blocks", "rank", "dtype")}
+    report = provenance(shlex.join(["python", "-m", "experiments.studies.frozen_parameters", *args]))
+    report |= sizes | {"shape": [given.rows, given.features], "rows": []}
+    settling = 0.0 if given.quick else SETTLING
+    for row in measured(draw(given.rows, given.features, **sizes), given.implementations, given.seconds, settling):
+        print(row, flush=True)
+        report["rows"].append(row)
+        keep(report, given.json)
+    return 0
+
+
+def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
+    """Return the arguments of `loss`: adapters and frozen parameters, one entry per block, and x and dy
+    `(rows, features)`."""
+    normal = _Normal(dtype)
+    shapes = (features * EXPANSION, features), (features, features * EXPANSION)
+    adapters, frozen = [], []
+    for _ in range(blocks):
+        adapters.append([(normal(rank, n), normal(m, rank)) for m, n in shapes])
+        frozen.append(((1 + normal(features), normal(features)), [(normal(m, n), normal(m)) for m, n in shapes]))
+    return adapters, frozen, normal(rows, features), normal(rows, features)
+
+
+class _Normal:
+    """Draws normal arrays, with a standard deviation of one over the root of the last axis."""
+
+    def __init__(self, dtype: str):
+        self.dtype, self.seed = dtype, 0
+
+    def __call__(self, *shape: int) -> Array:
+        self.seed += 1
+        return jax.random.normal(jax.random.key(self.seed), shape, self.dtype) * shape[-1] ** -0.5
+
+
+def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
+    """Return the float32 sum of `dy y`, where y is the result of all blocks."""
+    linear = functools.partial(jaxbp.linear, implementation=implementation)
+
+    def adapted(h, parameters, adapter):
+        (w, b), (down, up) = parameters, adapter
+        return linear(h, w, b) + linear(linear(h, down), up)
+
+    for block_adapters, (norm, parameters) in zip(adapters, frozen, strict=True):
+        h = jaxbp.layer_norm(x, *norm, implementation=implementation)
+        h = adapted(h, parameters[0], block_adapters[0])
+        h = jaxbp.gelu(h, implementation=implementation)
+        x = x + adapted(h, parameters[1], block_adapters[1])
+    return jnp.sum(x.astype(jnp.float32) * dy.astype(jnp.float32))
+
+
+def gradients(implementation: jaxbp.pairing.Implementation, wanted: str) -> Callable:
+    """Return the function from the arguments of `loss` to the wanted gradients."""
+    return jax.grad(functools.partial(loss, implementation=implementation), WANTED[wanted])
+
+
+def measured(
+    arguments: tuple[Any, ...], implementations: Sequence[str], seconds: float, settling: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the time and the memory of each program. All programs are first compiled in parallel.
+
+    Args:
+      seconds: the least duration of a round.
+      settling: the largest number of seconds for which a program runs before the first round.
+    """
+    programs = [(implementation, wanted) for implementation in implementations for wanted in WANTED]
+    lowered = [jax.jit(gradients(*program)).lower(*arguments) for program in programs]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(jax.stages.Lowered.compile, lowered))
+    for (implementation, wanted), program in zip(programs, compiled, strict=True):
+        memory = program.memory_analysis()
+        yield {
+            "implementation": implementation,
+            "wanted": wanted,
+            "microseconds": device_seconds(program, arguments, seconds, settling=settling).seconds * 1e6,
+            "result_bytes": memory.output_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
