@@ -24,8 +24,9 @@ a logic network are random bits; the inputs of a convolutional one are random nu
   them.
 - `"pallas"` has no row if the workload runs no jaxbp kernel. Without a GPU, it has no rows.
 - `--quick` measures only times, because compiling further programs for memory and errors would take longer. It selects
-  the first workload of each module of ops and of each kind of training step, at the middle one of its batch sizes. On a
-  GPU, a program runs for at most 0.6 s before its first round. With `--peers`, all numbers are measured.
+  the first workload of each module of ops and of each kind of training step, except the training step of an automaton,
+  at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round. With
+  `--peers`, all numbers are measured.
 
 The JSON file is written after every row. In addition to the fields of every result file
 (`experiments/output/results.py`), it contains:
