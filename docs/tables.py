@@ -28,6 +28,7 @@ from figures.cells import provenance
 from figures.charts import CHARTS
 from figures.measurements import load, no_file, rows_of
 from figures.summary import summary
+from figures.supported import supported
 
 REGION = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -116,8 +117,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "many_devices": run_tables.many_devices,
     "communication": run_tables.communication,
     "computed_in": run_tables.computed_in,
+    "supported": supported,
 }
-WITH_THEIR_SOURCES = ("computed_in", "fuzz", "slower", "training", "summary")
+WITH_THEIR_SOURCES = ("computed_in", "fuzz", "slower", "training", "summary", "supported")
 """Tables that state where their figures come from."""
 
 

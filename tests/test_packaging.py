@@ -1,13 +1,13 @@
 """Installations import the same jaxbp from any folder, with types that type checkers see."""
 
 import importlib.util
-import json
 import os
 import re
 import shutil
 import site
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,41 +18,7 @@ import jaxbp
 
 ROOT = Path(__file__).parents[1]
 
-USER = """
-import sys
-
-import jax
-import jax.numpy as jnp
-import jaxbp
-import numpy as np
-
-absent = [name for name in ("flax", "optax", "rich") if name in sys.modules]
-assert not absent, f"import jaxbp imports {absent}"
-
-
-def cube(x: jax.Array) -> jax.Array:
-    return x**3
-
-
-def cube_backward(dy: jax.Array, x: jax.Array) -> jax.Array:
-    return 3 * x**2 * dy
-
-
-paired = jaxbp.Pair(cube, {"xla": cube_backward}, name="cube")
-assert jaxbp.verify.check(paired, jnp.arange(1.0, 3.0), order=1).failures == ()
-
-x, w = jnp.ones((2, 4)), jnp.ones((3, 4))
-y: jax.Array = jaxbp.relu(jaxbp.linear(x, w, implementation="xla"))
-dx, dw, db = jaxbp.linear_backward(y, x, w)
-slope: jax.Array = jax.grad(lambda w: jaxbp.linear(x, w).sum())(w)
-rows = np.ones((2, 4), np.float32)
-loss: jax.Array = jaxbp.softmax_cross_entropy(jaxbp.linear(rows, np.ones((3, 4), np.float32)), np.array([0, 2]))
-
-wires = jaxbp.Wires.from_pairs(np.array([0, 1]), np.array([1, 0]), inputs=2)
-bits: np.ndarray = jaxbp.Circuit.of([(np.array([6, 1], np.uint8), wires)])(np.array([[True, False]]))
-assert jaxbp.catalogue.CATALOGUE and jaxbp.nn.lenet_memory_table(batch=1)
-print([dx.shape, dw.shape, db.shape, slope.shape], bits.tolist())
-"""
+USER = (ROOT / "tests" / "user.py").read_text()
 
 # These lines would pass if a name had the type Any, or if a folder had no types.
 WRONG = """
@@ -136,10 +102,26 @@ def installed(tmp_path_factory):
     return _environment(tmp_path_factory.mktemp("installed"), "--editable", ROOT)
 
 
+def _build(target, source, folder):
+    _run(sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", folder, cwd=source)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def source(tmp_path_factory):
+    """Return the folder of an unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("source")
+    _build("sdist", ROOT, folder)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """Build a wheel from the source distribution, as `.ci/run release` does."""
     folder = tmp_path_factory.mktemp("wheel")
-    _run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
+    _build("wheel", source, folder)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -188,6 +170,13 @@ def test_a_type_checker_finds_the_wrong_lines_and_no_others(installed, user, che
     assert {(file, int(line)) for file, line in errors} == {("wrong.py", line) for line in WRONG_LINES}, done.stdout
 
 
+def test_a_source_distribution_has_what_the_readmes_commands_and_ci_need(source):
+    needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO", ".gitignore"}
+    assert {path.name for path in source.iterdir()} == needed | {
+        *("jaxbp", "pallas_kernels", "experiments", "tests", "docs", ".ci")
+    }
+
+
 def test_a_wheel_has_the_two_rooms_that_people_import_with_their_types(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rooms = ("jaxbp", "pallas_kernels")
@@ -214,25 +203,12 @@ def test_the_changelog_begins_with_the_version():
     assert version == jaxbp.__version__
 
 
-def test_the_supported_versions_are_those_that_ci_and_gpus_run():
+def test_metadata_and_install_page_name_the_supported_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
     classifiers = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d+$", each)]
-    (jax_oldest,) = [each.partition(">=")[2] for each in project["dependencies"] if each.startswith("jax>=")]
-    # CI prefers these interpreters.
-    oldest, newest = re.findall(r"^(?:oldest|newest)=\$\(find_python python(\S+)", (ROOT / ".ci/run").read_text(), re.M)
-    results = [json.loads(file.read_text()) for file in (ROOT / "docs" / "results").glob("*.json")]
-    on_gpus = {
-        (result["versions"]["python"].rpartition(".")[0], result["versions"]["jax"], result["device"].split()[1])
-        for result in results
-        if result.get("platform") == "gpu"
-    }
-    _, section, *_ = re.split(r"^## Supported versions$", (ROOT / "docs" / "install.md").read_text(), flags=re.M)
-    section = section.partition("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| 3")
-    ]
-    assert [row[0] for row in rows] == classifiers and project["requires-python"] == f">={oldest}"
-    by_ci = {python: jax for python, jax, _, tested in rows if tested.startswith("by CI")}
-    assert by_ci.keys() == {oldest, newest} and by_ci[oldest].startswith(f"{jax_oldest},") and newest == classifiers[-1]
-    gpus = {(python, jax, gpu) for python, jax, gpus, _ in rows for gpu in re.findall(r"[A-Z]+\d+", gpus)}
-    assert gpus == on_gpus
+    rows = re.findall(r"^\| (3\.\d+) \| (\S+) ", page.partition("## Supported versions")[2], re.M)
+    assert [python for python, _ in rows] == classifiers
+    (oldest_python, oldest_jax), *_ = rows
+    assert project["requires-python"] == f">={oldest_python}" and f"jax>={oldest_jax}" in project["dependencies"]
+    assert f"needs Python {oldest_python} or newer and JAX {oldest_jax} or newer" in page

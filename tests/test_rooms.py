@@ -216,7 +216,8 @@ TESTED_ELSEWHERE = {
     *(f"pallas_kernels/dense/mlp_{name}_sm90" for name in ("rows", "stream", "weighed_gradients")),
     *("pallas_kernels/norm/row_block", "pallas_kernels/norm/row_stream", "pallas_kernels/norm/row_slices_sm90"),
     *(f"pallas_kernels/conv/conv2d_weights_gradient_{name}_sm90" for name in ("body", "sizes")),
-    *("jaxbp/ops/_defaults", "jaxbp/ops/conv/_conv2d_geometry"),
+    "jaxbp/ops/_defaults",
+    *(f"jaxbp/ops/conv/_conv2d_{name}" for name in ("checks", "formulas", "geometry")),
     *(
         f"jaxbp/ops/logic/_{name}"
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
@@ -232,7 +233,7 @@ TESTED_ELSEWHERE = {
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
     "jaxbp/catalogue/cases",  # tested through the entries
     "experiments/public_functions",
-    *(f"experiments/fuzz/{name}" for name in ("cases", "reproducer", "transformations", "work")),
+    *(f"experiments/fuzz/{name}" for name in ("cases", "program", "reproducer", "transformations", "work")),
     # CI lacks these libraries.
     *(f"experiments/bench/peers/{name}" for name in ("cudnn", "liger", "quack", "tokamax", "torch")),
 }

@@ -5,7 +5,7 @@
     python -m experiments.bench lenet --batch 128 8192 --precision highest
     python -m experiments.bench logic-conv:mnist-m                     # at one size
     python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
-    python -m experiments.bench --quick --json new.json                # one workload per family
+    python -m experiments.bench --quick --json new.json                # times of one workload per family
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
 A backward is timed without its forward, and a forward with its gradient (`fwd+bwd`). A training step of LeNet consists
@@ -23,6 +23,10 @@ a logic network are random bits; the inputs of a convolutional one are random nu
 - Compile seconds cover one call, from Python to the executable, with nothing else running. `--compile-seconds` measures
   them.
 - `"pallas"` has no row if the workload runs no jaxbp kernel. Without a GPU, it has no rows.
+- `--quick` measures only times, because compiling further programs for memory and errors would take longer. It selects
+  the first workload of each module of ops and of each kind of training step, except the training step of an automaton,
+  at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round. With
+  `--peers`, all numbers are measured.
 
 The JSON file is written after every row. In addition to the fields of every result file
 (`experiments/output/results.py`), it contains:
@@ -68,7 +72,7 @@ class BenchConfig:
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`all`, `ops`, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), an op, or `op:size`."""
     quick: bool = False
-    """Time one workload per family, at one batch size, with "pallas" and "None". Use this to compare runs."""
+    """Measure only times, for one workload per family at one batch size, with "pallas" and "None"."""
     batch: tuple[int, ...] = ()
     """Batch sizes. By default, those in the published tables; without a GPU, 256 for ops and 128 for training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
@@ -146,8 +150,11 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     report = provenance(command)
     report["versions"] |= {name: module.VERSION for name, module in modules.items()}
     report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision)}
-    report["settling_seconds"] = settling_seconds()
+    times_only = config.quick and not config.peers
+    report["settling_seconds"] = settling_seconds(times_only)
     keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
+    if on_gpu:
+        print("measuring the rates of this GPU", file=sys.stderr, flush=True)
     rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
     report |= rates[config.dtype[0]] | {"rows": []}
     settings = [
@@ -160,6 +167,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
             config.seconds,
             config.compile_seconds,
             rates[dtype],
+            times_only,
             label=label(dtype, precision, config),
         )
         for dtype in config.dtype

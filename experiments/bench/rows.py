@@ -45,6 +45,8 @@ class Settings(NamedTuple):
       seconds: the least duration of a timing round.
       compile_seconds: whether to time the compilation of every row, one after the other.
       rates: the rates of this GPU; empty on a CPU.
+      times_only: whether the rows have only times, measured after a shorter run of each program. Memory and errors need
+        further programs, which would take most of the time of a run.
       label: the end of the titles of rows, which names the dtype and the precision if the run has several.
     """
 
@@ -56,6 +58,7 @@ class Settings(NamedTuple):
     seconds: float
     compile_seconds: bool
     rates: Mapping[str, Any]
+    times_only: bool = False
     label: str = ""
 
 
@@ -125,11 +128,14 @@ class Case:
             except Exception:
                 continue  # `submit` will fail in the same way, and the row will record why
 
-    def submit(self, compiler: Compiler, accuracy: Accuracy) -> None:
-        """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel."""
+    def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
+        """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel.
+
+        Args:
+          accuracy: measures the errors of the rows; None with `times_only`.
+        """
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
-        self._programs["draw"] = compiler.submit(self._draw, 0)
         with jax.default_matmul_precision(self.settings.precision):
             for name in self._names:
                 self._submit(name, compiler)
@@ -141,12 +147,13 @@ class Case:
             self._left_out.add(name)
             self._compiled.pop(name, None)
             return
-        if name not in self._compiled:
+        if name not in self._compiled and not self.settings.times_only:
             self._programs[name, "call"] = compiler.submit(function, *self._structs)
         update = "autodiff" if name in self.workload.baselines else implementation(name)
         sets = (self._structs,) * (1 if self.workload.steps else self.calls)
         self._programs[name, "chain"] = compiler.submit(self.workload.chain(function, self.calls, update), sets)
-        self.accuracy.submit(name)
+        if self.accuracy is not None:
+            self.accuracy.submit(name)
 
     def _function(self, name):
         return self.workload.named(name, self.settings.dtype)
@@ -168,8 +175,8 @@ class Case:
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
         """Yield the rows, each measured on demand, until `keep_going()` is false."""
-        draw = self._programs.pop("draw").result()
-        arguments = jax.block_until_ready(tuple(draw(seed) for seed in range(1 if self.workload.steps else self.calls)))
+        sets = range(1 if self.workload.steps else self.calls)
+        arguments = jax.block_until_ready(tuple(map(self._draw, sets)))
         names = [name for name in self._names if name not in self._left_out]
         runs = [(name, None, self.settings.precision, functools.partial(self._ours, name, arguments)) for name in names]
         if self.settings.peers:
@@ -179,6 +186,8 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
+            if peer is not None:  # a peer compiles its programs when it is timed
+                print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
             with jax.default_matmul_precision(self.settings.precision):
                 row = self._row(name, peer, precision, attempt(run))
             figure = row["failed"] or f"{row['microseconds']:,.1f} µs"
@@ -200,20 +209,23 @@ class Case:
             "calls": self.calls,
             **self.cost._asdict(),
             "floor_microseconds": roofline,
-            "error_batch": self.accuracy.batch,
+            "error_batch": None if self.accuracy is None else self.accuracy.batch,
             **measured,
             "floor_fraction": ratio(roofline, microseconds),
         }
 
     def _ours(self, name, arguments):
-        if name in self._compiled:
-            compiled, compile_seconds = self._compiled.pop(name)
-        else:
-            compiled, compile_seconds = self._programs.pop((name, "call")).result(), None
-        memory = {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "compile_seconds": compile_seconds}
+        compiled, compile_seconds = self._compiled.pop(name, (None, None))
         chain = self._programs.pop((name, "chain")).result()
-        timed = time_compiled(chain, arguments, self.calls, self.settings.seconds)
-        return timed | memory | {"error": self.accuracy.error(name)}
+        settings = self.settings
+        measured = time_compiled(chain, arguments, self.calls, settings.seconds, settings.times_only)
+        measured["compile_seconds"] = compile_seconds
+        if settings.times_only:
+            return measured
+        if compiled is None:
+            compiled = self._programs.pop((name, "call")).result()
+        temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
+        return measured | {"temporary_bytes": temporary_bytes, "error": self.accuracy.error(name)}
 
     # --------------------------------------------------------------------------------------------------------- peers
 
@@ -252,9 +264,9 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
                     case.time_compilation()
                 key = case.workload, min(case.batch, case.workload.error_batch), case.settings.dtype
                 at_precision = *key, case.settings.precision
-                if at_precision not in accuracies:
+                if at_precision not in accuracies and not case.settings.times_only:
                     accuracies[at_precision] = Accuracy(*key, compiler)
-                case.submit(compiler, accuracies[at_precision])
+                case.submit(compiler, accuracies.get(at_precision))
                 group.append(case)
             compiler.wait()
             for case in group:

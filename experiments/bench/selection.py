@@ -60,9 +60,11 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
     these batch sizes.
 
     A family is a module of ops, or a kind of training step. The first workload of a module is a forward with its
-    gradient.
+    gradient. The training step of an automaton is in the family of the automaton's ops, because both take long to
+    compile.
     """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
+    module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}
     for workload in workloads:
         if batches := workload.batches[0 if on_gpu else 1]:

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from experiments.children import Done, in_children, share_gpus
-from experiments.fuzz.cases import DATA
+from experiments.fuzz.program import DATA
 from experiments.fuzz.work import REFUSED, Task, reproducer, work
 from experiments.output import results
 from experiments.output.errors import UserError, kept_in, refuse_missing_folders, refuse_unknown, run_command

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.fuzz.cases import Program
+from experiments.fuzz.program import Program
 from experiments.fuzz.references import REFERENCES
 from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.catalogue import FixedArgument

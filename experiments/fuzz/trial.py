@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.fuzz.cases import Program
+from experiments.fuzz.program import Program
 from experiments.fuzz.transformations import SECOND_ORDER
 from jaxbp.verify import TOLERANCES, CheckRow, Tolerance
 from jaxbp.verify.arguments import Arguments

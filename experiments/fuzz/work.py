@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from experiments.fuzz.cases import DATA, Program, draw_program, smaller
+from experiments.fuzz.program import DATA, Program, draw_program, smaller
 from experiments.fuzz.reproducer import lines_of
 from experiments.fuzz.trial import Trial
 from jaxbp.catalogue import CATALOGUE

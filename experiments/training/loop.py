@@ -139,39 +139,42 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     scaled = config.policy.compute_dtype == jnp.float16
     state = initial(params)
 
-    train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
-    test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
-    started = time.perf_counter()
-    compiled_epoch = _compile(
-        functools.partial(
-            train_epoch,
-            loss=pure_loss,
-            optimizer=optimizer,
-            batch_size=config.batch_size,
-            augment=config.augmentation(),
-            share=share,
-        ),
-        (state, *train_data, shuffle_key, jnp.int32(0)),
-        donate_argnums=0,
-        out_shardings=devices.whole(mesh),
-    )
-    compiled_evaluation = _compile(
-        functools.partial(evaluate, loss=evaluation, batch_size=config.batch_size, share=share),
-        (state.params, *test_data),
-        out_shardings=devices.whole(mesh),
-    )
+    batches = dict(batch_size=config.batch_size, share=share)
+    augment = config.augmentation()
+    train = functools.partial(train_epoch, loss=pure_loss, optimizer=optimizer, augment=augment, **batches)
+    evaluation = functools.partial(evaluate, loss=evaluation, **batches)
+    compiled_train, compiled_evaluate, seconds = _compiled(train, evaluation, state, dataset, shuffle_key, mesh)
     return Training(
         mesh=mesh,
         state=state,
         model=model,
         constants_checksum=constants_checksum(model),
-        train_epoch=lambda state, epoch: compiled_epoch(state, *train_data, shuffle_key, jnp.int32(epoch)),
-        evaluate=lambda params: compiled_evaluation(params, *test_data),
+        train_epoch=compiled_train,
+        evaluate=compiled_evaluate,
         restarted=restarted,
-        compile_seconds=time.perf_counter() - started,
+        compile_seconds=seconds,
         epochs=config.epochs,
         steps_per_epoch=steps_per_epoch,
         batch_size=config.batch_size,
+    )
+
+
+def _compiled(
+    train: Callable, evaluation: Callable, state: TrainState, dataset: Dataset, key: PRNGKeyArray, mesh: Mesh
+) -> tuple[Callable, Callable, float]:
+    """Move the data to the devices and compile the two functions for it. Return `Training.train_epoch`,
+    `Training.evaluate`, and the seconds of compilation."""
+    train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
+    test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
+    started = time.perf_counter()
+    whole = devices.whole(mesh)
+    arguments = state, *train_data, key, jnp.int32(0)
+    compiled_train = _compile(train, arguments, donate_argnums=0, out_shardings=whole)
+    compiled_evaluate = _compile(evaluation, (state.params, *test_data), out_shardings=whole)
+    return (
+        lambda state, epoch: compiled_train(state, *train_data, key, jnp.int32(epoch)),
+        lambda params: compiled_evaluate(params, *test_data),
+        time.perf_counter() - started,
     )
 
 

@@ -12,6 +12,7 @@ from jaxbp.common.checks import AnyArray
 from jaxbp.common.windows import Padding, output_size
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import conv2d
+from jaxbp.ops.conv._conv2d_checks import check
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.pairing import Implementation
 
@@ -58,7 +59,7 @@ def conv1d(
     x, w, b = checks.floating(op, x=x, w=w, b=b)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x, w, options = conv2d.check(op, x, w, b, layout, **given)
+    x, w, options = check(op, x, w, b, layout, **given)
     y = conv2d.CONV2D.named(op)(_row(x), _row(w), b, implementation=implementation, **_of_row(options))
     return layouts.restore(lax.squeeze(y, (2,)), layout.out_spec)
 
@@ -102,7 +103,7 @@ def conv1d_backward(
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x, w, options = conv2d.check(op, x, w, None, layout, **given)
+    x, w, options = check(op, x, w, None, layout, **given)
     size = output_size(x.shape[2:], w.shape[2:], **options)
     dy = layouts.arrange(op, "dy", dy, layout.out_spec, x.shape[0], w.shape[0], *size)
     arrays = _row(dy), _row(x), _row(w), jnp.zeros(w.shape[:1], w.dtype)

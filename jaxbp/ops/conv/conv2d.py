@@ -5,167 +5,27 @@ outside of an array count as zero.
 """
 
 import functools
-import math
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
-from jaxbp.common.windows import Padding, Size, dilated, output_size, per_axis, require_fit, window_padding
+from jaxbp.common.windows import Padding, Size, output_size
+from jaxbp.ops.conv import _conv2d_formulas as formulas
 from jaxbp.ops.conv import _conv2d_kernels as kernels
 from jaxbp.ops.conv import _layouts as layouts
-from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
+from jaxbp.ops.conv._conv2d_checks import FILTER_AXES, IMAGE_AXES, check, check_channels, options_of
 from jaxbp.ops.conv._layouts import DimensionNumbers
-from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation, transpose
+from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.sharding import batched
-
-
-def forward(x, w, b, *, stride, padding, dilation, groups, precision):
-    y = lax.conv_general_dilated(
-        x,
-        w,
-        stride,
-        padding,
-        rhs_dilation=dilation,
-        dimension_numbers=("NCHW", "OIHW", "NCHW"),
-        feature_group_count=groups,
-        precision=precision,
-    )
-    return y if b is None else y + b[None, :, None, None]
-
-
-def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    """Compute the same as `forward`, by operations that are fast on a CPU, too."""
-    options = dict(padding=padding, precision=precision)
-    convolve = functools.partial(
-        _convolve,
-        window_strides=stride,
-        rhs_dilation=dilation,
-        dimension_numbers=("NCHW", "OIHW", "NCHW"),
-        feature_group_count=groups,
-        **options,
-    )
-    if w.shape[1] > 1:
-        y = convolve(x, w)
-    else:
-        multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
-        y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
-    return y if b is None else y + b[None, :, None, None]
-
-
-def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as one matrix product of the filters and shifted copies of the images.
-
-    There is one copy per filter position. It contains the inputs that this filter position is multiplied by.
-    """
-    out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
-    x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
-    columns = []
-    for place in np.ndindex(w.shape[2:]):
-        start = [at * d for at, d in zip(place, dilation, strict=True)]
-        stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, out, stride, strict=True)]
-        columns.append(lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *stride)))
-    terms, positions = math.prod(w.shape[1:]), math.prod((x.shape[1], *out))
-    filters = w.reshape(groups, w.shape[0] // groups, terms)
-    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, positions), precision=precision)
-    return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
-
-
-def _convolve(x, w, *, dimension_numbers, **options):
-    """Call `lax.conv_general_dilated`. On a CPU, move the channels to the last axis first.
-
-    Within a loop, a convolution on a CPU is fast only with the channels last.
-    """
-
-    def channels_last(x, w):
-        x_axes, w_axes, y_axes = dimension_numbers
-        x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
-        w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
-        y = lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
-        return y.transpose(["NHWC".index(axis) for axis in y_axes])
-
-    as_it_lies = functools.partial(lax.conv_general_dilated, dimension_numbers=dimension_numbers, **options)
-    return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
 
 
 def _forward_kernel(x, w, b, **options):
     size = output_size(x.shape[2:], w.shape[2:], **options)
     pays = kernels.product_pays(w, x.shape[2:], size, options["precision"])
-    return kernels.forward_product(x, w, b, size, **options) if pays else forward(x, w, b, **options)
-
-
-# ----------------------------------------------------------------------------------------------- gradient in the input
-
-
-def _input_gradient_autodiff(dy, w, *, input_size, groups, **options):
-    shape = (dy.shape[0], w.shape[1] * groups, *input_size)
-    return transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
-
-
-def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
-    options = dict(stride=stride, padding=padding, dilation=dilation)
-
-    def convolve(dy, w):
-        return _convolve(
-            dy,
-            flip_and_swap(w, groups),
-            window_strides=(1, 1),
-            padding=full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
-            lhs_dilation=stride,
-            rhs_dilation=dilation,
-            dimension_numbers=("NCHW", "OIHW", "NCHW"),
-            feature_group_count=groups,
-            precision=precision,
-        )
-
-    def sum_columns(dy, w):
-        wide = jnp.promote_types(dy.dtype, jnp.float32)
-        multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
-        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
-
-    return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
-
-
-# --------------------------------------------------------------------------------------------- gradient in the weights
-
-
-def _weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
-    shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
-    return transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
-
-
-def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
-    # Exchange the channel and batch axes: dw is x correlated with dy, summed over the examples.
-    return _convolve(
-        x,
-        dy,
-        window_strides=dilation,
-        padding=reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
-        rhs_dilation=stride,
-        dimension_numbers=("CNHW", "IOHW", "CNHW"),
-        batch_group_count=groups,
-        precision=precision,
-    )
-
-
-def _parameter_gradients_formula(dy, x, **options):
-    return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
-
-
-# ------------------------------------------------------------------------------------------------ gradient in the bias
-
-
-def _bias_gradient_autodiff(dy):
-    return transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
-
-
-def bias_gradient_formula(dy):
-    return jnp.sum(dy, axis=(0, 2, 3))
+    return kernels.forward_product(x, w, b, size, **options) if pays else formulas.forward(x, w, b, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- pairing
@@ -203,32 +63,32 @@ def _default_input_gradient(dy, w, *, input_size, precision, **options):
 _part = functools.partial(Op, unsupported=_unsupported, partitioned=True, jit=True)
 _FORWARD = _part(
     "conv2d",
-    {"xla": forward_formula, "pallas": differentiable(_forward_kernel, forward_formula, batched(0))},
+    {"xla": formulas.forward_formula, "pallas": differentiable(_forward_kernel, formulas.forward_formula, batched(0))},
     default=_default_forward,
 )
 _INPUT_GRADIENT = _part(
     "conv2d_backward_input",
     {
-        "autodiff": _input_gradient_autodiff,
-        "xla": input_gradient_formula,
-        "pallas": differentiable(kernels.input_gradient, input_gradient_formula, batched(0)),
+        "autodiff": formulas.input_gradient_autodiff,
+        "xla": formulas.input_gradient_formula,
+        "pallas": differentiable(kernels.input_gradient, formulas.input_gradient_formula, batched(0)),
     },
     default=_default_input_gradient,
 )
 _WEIGHTS_GRADIENT = _part(
     "conv2d_backward_weights",
     {
-        "autodiff": _weights_gradient_autodiff,
-        "xla": weights_gradient_formula,
-        "pallas": differentiable(kernels.weights_gradient, weights_gradient_formula, batched(0, 1)),
+        "autodiff": formulas.weights_gradient_autodiff,
+        "xla": formulas.weights_gradient_formula,
+        "pallas": differentiable(kernels.weights_gradient, formulas.weights_gradient_formula, batched(0, 1)),
     },
 )
 _BIAS_GRADIENT = _part(
     "conv2d_backward_bias",
     {
-        "autodiff": _bias_gradient_autodiff,
-        "xla": bias_gradient_formula,
-        "pallas": differentiable(kernels.bias_gradient, bias_gradient_formula, batched(0)),
+        "autodiff": formulas.bias_gradient_autodiff,
+        "xla": formulas.bias_gradient_formula,
+        "pallas": differentiable(kernels.bias_gradient, formulas.bias_gradient_formula, batched(0)),
     },
     default=_LIBRARY,
 )
@@ -236,8 +96,8 @@ _BIAS_GRADIENT = _part(
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
-        "xla": _parameter_gradients_formula,
-        "pallas": differentiable(kernels.parameter_gradients, _parameter_gradients_formula, batched(0, 1)),
+        "xla": formulas.parameter_gradients_formula,
+        "pallas": differentiable(kernels.parameter_gradients, formulas.parameter_gradients_formula, batched(0, 1)),
     },
 )
 
@@ -259,7 +119,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
 # If `implementation` is None, the forward and each gradient choose their fastest implementations separately.
 _EVERY = ("pallas", "xla", None)
 CONV2D = Pair(
-    forward,
+    formulas.forward,
     Op("conv2d_backward", per_implementation(_gradients, _EVERY), jit=True),
     save=per_implementation(_save, _EVERY),
     name="conv2d",
@@ -268,9 +128,6 @@ CONV2D = Pair(
     jit=True,
 )
 
-
-IMAGE_AXES = ("batch", "in_channels", "height", "width")
-FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
 
 # ------------------------------------------------------------------------------------------------------------- public
 
@@ -365,10 +222,10 @@ def conv2d_backward_input(
     layout = layouts.dimension_numbers(op, dimension_numbers)
     w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES)
     input_size = checks.pair(op, "input_size", input_size)
-    options = _options(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
+    options = options_of(op, input_size, w.shape[2:], stride, padding, dilation, groups, precision)
     size = output_size(input_size, w.shape[2:], **options)
     dy = layouts.arrange(op, "dy", dy, layout.out_spec, "batch", w.shape[0], *size)
-    _check_channels(op, (dy.shape[0], w.shape[1] * groups), w.shape, groups)
+    check_channels(op, (dy.shape[0], w.shape[1] * groups), w.shape, groups)
     dx = _INPUT_GRADIENT(dy, w, input_size=input_size, implementation=implementation, **options)
     return layouts.restore(dx, layout.lhs_spec)
 
@@ -408,10 +265,10 @@ def conv2d_backward_weights(
     layout = layouts.dimension_numbers(op, dimension_numbers)
     x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES)
     filter_size = checks.pair(op, "filter_size", filter_size)
-    options = _options(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
+    options = options_of(op, x.shape[2:], filter_size, stride, padding, dilation, groups, precision)
     size = output_size(x.shape[2:], filter_size, **options)
     dy = layouts.arrange(op, "dy", dy, layout.out_spec, x.shape[0], "out_channels", *size)
-    _check_channels(op, x.shape, (dy.shape[1], x.shape[1] // groups), groups)
+    check_channels(op, x.shape, (dy.shape[1], x.shape[1] // groups), groups)
     dw = _WEIGHTS_GRADIENT(dy, x, filter_size=filter_size, implementation=implementation, **options)
     return layouts.restore(dw, layout.rhs_spec)
 
@@ -439,43 +296,3 @@ def conv2d_backward_bias(
     layout = layouts.dimension_numbers(op, dimension_numbers)
     dy = layouts.arrange(op, "dy", dy, layout.out_spec, "batch", "out_channels", "out_height", "out_width")
     return _BIAS_GRADIENT(dy, implementation=implementation)
-
-
-def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, groups=1) -> tuple[Array, Array, dict]:
-    """Check the arguments of a convolution over one or two spatial axes. Return x and w with the channels
-    before the spatial axes, and the options as `_options` does. `layout` is the result of `layouts.dimension_numbers`.
-    """
-    layout = layouts.dimension_numbers(op, None) if layout is None else layout
-    given, spatial = x.shape, len(layout.lhs_spec) - 2
-    w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
-    x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
-    _check_channels(op, x.shape, w.shape, checks.count(op, "groups", groups), given)
-    options = _options(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
-    if b is not None:
-        checks.shape(op, "b", b, w.shape[0])
-    return x, w, options
-
-
-def _options(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """Return the options, with one stride, one dilation, and one padding (before, after) per axis."""
-    stride = per_axis(op, "stride", stride, len(input_size))
-    dilation = per_axis(op, "dilation", dilation, len(input_size))
-    groups = checks.count(op, "groups", groups)
-    extent = dilated(filter_size, dilation)
-    padding = window_padding(op, padding, input_size, extent, stride)
-    require_fit(op, "filter with its dilation", extent, input_size, padding)
-    precision = checks.precision(op, precision)
-    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-
-
-def _check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require that the channels of x and w fit. If x, whose shape is `given` in the caller's layout, would fit with the
-    channels on its last axis, the error says so."""
-    if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
-        like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
-        names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")
-        hint = f". If x is {names[0]}, pass dimension_numbers, say {names}" if like_nhwc else ""
-        raise ValueError(
-            f"{op}: x has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
-            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups{hint}"
-        )

@@ -13,7 +13,9 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
-from jaxbp.ops.conv import _filter_matrix, conv2d, max_pool2d
+from jaxbp.ops.conv import _conv2d_formulas as formulas
+from jaxbp.ops.conv import _filter_matrix, max_pool2d
+from jaxbp.ops.conv._conv2d_checks import check
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
 from jaxbp.sharding import batched
 from pallas_kernels.conv import conv2d_relu_max_pool2d_forward_sm90 as forward_sm90
@@ -40,7 +42,7 @@ def _split(x_size, w_size, *, window, stride, padding, precision):
 
 def _forward(x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    z = conv2d.forward(x, w, b, **convolution)
+    z = formulas.forward(x, w, b, **convolution)
     return max_pool2d.autodiff(jax.nn.relu(z), windows=windows)[0], _max_and_indices(
         lax.stop_gradient(z), windows=windows
     )[1]
@@ -48,7 +50,7 @@ def _forward(x, w, b, **options):
 
 def _forward_and_indices(x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    return barriers.on_cpu(_max_and_indices(conv2d.forward_formula(x, w, b, **convolution), windows=windows))
+    return barriers.on_cpu(_max_and_indices(formulas.forward_formula(x, w, b, **convolution), windows=windows))
 
 
 def _max_and_indices(z, *, windows):
@@ -81,7 +83,7 @@ def _forward_kernel(x, w, b, tensor_cores, **options):
 
 def _gradients_autodiff(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    maxima = lambda x, w, b: max_pool2d.select(conv2d.forward(x, w, b, **convolution), indices, windows=windows)  # noqa: E731
+    maxima = lambda x, w, b: max_pool2d.select(formulas.forward(x, w, b, **convolution), indices, windows=windows)  # noqa: E731
     return jax.vjp(maxima, x, w, b)[1](dy)
 
 
@@ -90,9 +92,9 @@ def _gradients_formula(dy, indices, x, w, b, **options):
     # If ReLU was 0 in a whole window, the window's position lies outside of it, and the pool's backward adds no
     # gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
-    dx = conv2d.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
-    dw = conv2d.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
-    return dx, dw, None if b is None else conv2d.bias_gradient_formula(dz)
+    dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
+    dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
+    return dx, dw, None if b is None else formulas.bias_gradient_formula(dz)
 
 
 def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
@@ -283,7 +285,7 @@ def _call(op, x, w, b, window, stride, padding, precision, implementation):
 
 
 def _options(op, x, w, b, window, stride, padding, precision):
-    *_, convolution = conv2d.check(op, x, w, b, stride=stride, padding=padding, precision=precision)
+    *_, convolution = check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
     # The pool checks its window against the output size of the convolution.

@@ -8,269 +8,33 @@ backward takes `dy`, the gradient with respect to the result, and returns `da`. 
 ValueError.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
-from jaxbp.common.numerics import largest_and_total, mean_and_rest, select, upcast
-from jaxbp.ops._defaults import AUTODIFF_ON_CPU, fused_pair
+from jaxbp.common.numerics import select, upcast
+from jaxbp.ops.pointwise._reductions import LOGSUMEXP, MAX, MEAN, MIN, SUM, VAR, count_of, included_count
 from jaxbp.pairing import Implementation
-from pallas_kernels.pointwise.elementwise import elementwise
 
 Axis = int | Sequence[int] | None
 AnyReduced = Float[AnyArray, "*reduced"]
 Reduced = Float[Array, "*reduced"]
 
 
-def _count(shape, axis):
-    return math.prod(shape[i] for i in axis)
-
-
-def _keep_axes(y, shape, axis):
-    """Reshape the result y of a reduction so that the reduced axes exist with size 1."""
-    return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
-
-
-def _reduced(function):
-    """Return a forward that computes the reduction `function` in float32 or wider, and rounds the result to a's
-    dtype."""
-
-    def forward(a, *, axis, keepdims, shape, **options):
-        return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
-
-    return forward
-
-
-def _reduced_where(function, excluded):
-    """Return a forward `(a, where)` that replaces excluded elements by `excluded`, and then computes the reduction like
-    `_reduced`."""
-
-    def forward(a, where, **options):
-        return _reduced(function)(select(where, a, excluded), **options)
-
-    return forward
-
-
-def _spread(scale):
-    """Return the backward of a sum of n elements that is multiplied by `scale(n)`: at every position, the gradient is
-    `dy * scale(n)`."""
-
-    def formula(dy, *, axis, keepdims, shape):
-        scaled = upcast(_keep_axes(dy, shape, axis)) * scale(_count(shape, axis))
-        return jnp.broadcast_to(scaled, shape).astype(dy.dtype)
-
-    def kernel(dy, *, axis, keepdims, shape):
-        factor = scale(_count(shape, axis))
-        return elementwise(lambda dy: dy * factor, _keep_axes(dy, shape, axis), shape=shape)
-
-    return {"xla": formula, "pallas": kernel}
-
-
-def _elementwise_gradient(formula, statistics, excluded):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, where `formula` is an element-wise
-    function. In `a`, excluded elements are replaced by `excluded`.
-
-    The backward recomputes the statistics, because the result of the forward is rounded to a's dtype. If the forward is
-    in the same program, XLA computes the statistics only once.
-    """
-
-    def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
-        wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
-        da = formula(wide_dy, wide, *statistics(wide, axis), **options)
-        return select(where, da.astype(dy.dtype), 0), None
-
-    def kernel(dy, a, where, *, axis, keepdims, shape, **options):
-        bound, a = functools.partial(formula, **options), select(where, a, excluded)
-        da = elementwise(bound, _keep_axes(dy, shape, axis), a, *statistics(a, axis), shape=shape)
-        return select(where, da, 0), None
-
-    return {"xla": in_jnp, "pallas": kernel}
-
-
-def _share(count):
-    """Return the weight of each element in a mean of `count` elements, which is NaN if there are no elements.
-
-    The mean of no elements is NaN, and so is its gradient.
-    """
-    return 1.0 / count if count else math.inf
-
-
-_SUM = fused_pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, name="sum")
-_MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean")
-
-
-# ------------------------------------------------------------------------------------------- variance, and log-sum-exp
-
-
-def _var(a, where, *, axis, keepdims, shape, ddof):
-    var = functools.partial(jnp.var, axis=axis, keepdims=keepdims, ddof=ddof, where=where)
-    return var(upcast(select(where, a, 0))).astype(a.dtype)
-
-
-def _var_formula(dy, a, where, *, axis, keepdims, shape, ddof):
-    wide = upcast(select(where, a, 0))
-    count = _count(shape, axis) if where is None else _included_count(where, shape, axis, True)
-    da = _var_gradient(
-        upcast(_keep_axes(dy, shape, axis)), wide, *mean_and_rest(wide, axis, where), _weight(count, ddof)
-    )
-    return select(where, da.astype(dy.dtype), 0), None
-
-
-def _var_kernel(dy, a, where, *, axis, keepdims, shape, ddof):
-    formula = functools.partial(_var_gradient, weight=_weight(_count(shape, axis), ddof))
-    return elementwise(formula, _keep_axes(dy, shape, axis), a, *mean_and_rest(a, axis), shape=shape), None
-
-
-def _weight(count, ddof):
-    """Return `2 / (count - ddof)`, or NaN if there are too few elements. The count is an int or an array."""
-    if isinstance(count, int):
-        return 2.0 / (count - ddof) if count > ddof else math.nan
-    return jnp.where(count > ddof, 2.0 / (count - ddof), math.nan)
-
-
-def _var_gradient(dy, a, mean, rest, weight):
-    if isinstance(weight, float) and math.isnan(weight):  # the gradient is NaN for every dy
-        return jnp.full_like(a, math.nan)
-    return dy * ((a - mean) - rest) * weight
-
-
-def _unsupported_var(a, where, **options):
-    return "where" if where is not None else checks.unsupported(a)
-
-
-def _included_count(where, shape, axis, keepdims):
-    """Return the number of elements that `where` includes in each result, in float32 or wider."""
-    included = jnp.broadcast_to(where, shape)
-    return jnp.sum(included, axis=axis, keepdims=keepdims).astype(jnp.result_type(float))
-
-
-def _largest_and_positive_total(a, axis):
-    """Return the result of `largest_and_total`, but with a total of 1 where all elements are -inf.
-
-    The gradient there is 0 / total, which is then 0.
-    """
-    largest, total = largest_and_total(a, axis)
-    return largest, jnp.where(total == 0, 1.0, total)
-
-
-def _logsumexp(a, axis, keepdims):
-    """Compute the log-sum-exp from the result of `largest_and_total`. The gradient needs it, too, and XLA computes it
-    only once."""
-    largest, total = largest_and_total(a, axis)
-    is_empty = total == 0
-    y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
-    return y if keepdims else jnp.squeeze(y, axis)
-
-
-def _logsumexp_gradient(dy, a, largest, total):
-    return jnp.exp(a - largest) * (dy / total)
-
-
-_VAR = fused_pair(_var, {"xla": _var_formula, "pallas": _var_kernel}, name="var", unsupported=_unsupported_var)
-_LOGSUMEXP = fused_pair(
-    _reduced_where(_logsumexp, -math.inf),
-    _elementwise_gradient(_logsumexp_gradient, _largest_and_positive_total, -math.inf),
-    name="logsumexp",
-    default=AUTODIFF_ON_CPU,
-)
-
-
-# ---------------------------------------------------------------------------------------------------- maximum, minimum
-
-
-def _places(shape, axis):
-    """Return an integer array of the given shape. Each element has its index, in row-major order, among all elements
-    that are reduced to the same result."""
-    wide = [size if i in axis else 1 for i, size in enumerate(shape)]
-    return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
-
-
-def _extreme(reduction, neutral, exceeds):
-    """Return the forward of `max` or `min`.
-
-    Args:
-      reduction: `jnp.max` or `jnp.min`.
-      neutral: the result of a reduction of nothing.
-      exceeds: `jnp.greater` or `jnp.less`. `initial` is the result if it exceeds all elements. At equal numbers, the
-        gradient goes to the array.
-    """
-
-    def forward(a, where, *, initial, **options):
-        y = _reduced_where(reduction, neutral)(a, where, **options)
-        return y if initial in (None, neutral) else jnp.where(exceeds(initial, y), jnp.asarray(initial, y.dtype), y)
-
-    return forward
-
-
-def _save_first(forward):
-    """Return a function `save` for `Pair` that keeps the index of the first maximum or minimum. The gradient needs only
-    dy and this index."""
-
-    def save(a, where, *, axis, keepdims, shape, initial):
-        @jax.custom_jvp
-        def extreme(a, where):
-            return forward(a, where, axis=axis, keepdims=True, shape=shape, initial=initial)
-
-        def index_of(a, where, y):
-            # This reduction is faster than argmax. If y is NaN, it finds the index of the first NaN.
-            is_extreme = select(where, (a == y) | (jnp.isnan(a) & jnp.isnan(y)), False)
-            return jnp.min(jnp.where(is_extreme, _places(shape, axis), _count(shape, axis)), axis=axis, keepdims=True)
-
-        @extreme.defjvp
-        def _(primals, tangents):
-            # This rule is for second derivatives. Without it, autodiff would split the tangent of y among all elements
-            # that equal y.
-            y = extreme(*primals)
-            selected = _places(shape, axis) == index_of(*primals, y)
-            return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)
-
-        y = extreme(a, where)
-        index = jnp.squeeze(index_of(a, where, y), axis)
-        return y if keepdims else y.reshape(index.shape), (index,)
-
-    return save
-
-
-def _to_place(dy, index, *, axis, keepdims, shape, initial):
-    selected = _places(shape, axis) == _keep_axes(index, shape, axis)
-    return jnp.where(selected, _keep_axes(dy, shape, axis), jnp.zeros((), dy.dtype)), None
-
-
-def _to_place_kernel(dy, index, *, axis, keepdims, shape, initial):
-    def formula(dy, index, place):
-        return jnp.where(place == index, dy, 0.0)
-
-    arrays = _keep_axes(dy, shape, axis), _keep_axes(index, shape, axis), _places(shape, axis)
-    return elementwise(formula, *arrays, shape=shape), None
-
-
-_max, _min = _extreme(jnp.max, -math.inf, jnp.greater), _extreme(jnp.min, math.inf, jnp.less)
-_TO_PLACE = {"xla": _to_place, "pallas": _to_place_kernel}
-_MAX = fused_pair(_max, _TO_PLACE, save=_save_first(_max), name="max")
-_MIN = fused_pair(_min, _TO_PLACE, save=_save_first(_min), name="min")
-
-
-# ------------------------------------------------------------------------------------------------ the public functions
-
-
 def _reduce(op, implementation, a, axis, keepdims, where, **options):
     (a,) = checks.floating(op.name, a=a)
     axis, where = checks.axes(op.name, axis, a.ndim), checks.mask(op.name, where, a.shape)
-    if op in (_MAX, _MIN, _LOGSUMEXP) and _count(a.shape, axis) == 0:
+    if op in (MAX, MIN, LOGSUMEXP) and count_of(a.shape, axis) == 0:
         raise ValueError(f"{op.name}: a has shape {a.shape}; wants at least one element along axis {axis}")
     options = dict(axis=axis, keepdims=bool(keepdims), shape=a.shape, implementation=implementation) | options
-    if op not in (_SUM, _MEAN):
+    if op not in (SUM, MEAN):
         return op(a, where, **options)
     if where is None:
         return op(a, **options)
-    total = _SUM.named(op.name)(select(where, upcast(a), 0), **options)
+    total = SUM.named(op.name)(select(where, upcast(a), 0), **options)
     return (total / _divisor(op, where, a.shape, axis, keepdims)).astype(a.dtype)
 
 
@@ -280,16 +44,16 @@ def _backward(op, implementation, dy, a, axis, keepdims, where, **options):
     reduced = (1 if i in axis else size for i, size in enumerate(a.shape) if keepdims or i not in axis)
     checks.shape(op.name, "dy", dy, *reduced)
     options = dict(axis=axis, keepdims=bool(keepdims), shape=a.shape, implementation=implementation) | options
-    if op not in (_SUM.vjp, _MEAN.vjp):
+    if op not in (SUM.vjp, MEAN.vjp):
         return op(dy, a, where, **options)
     if where is None:
         return op(dy, **options)
     share = upcast(dy) / _divisor(op, where, a.shape, axis, keepdims)
-    return select(where, _SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
+    return select(where, SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
 
 
 def _divisor(op, where, shape, axis, keepdims):
-    return _included_count(where, shape, axis, keepdims) if op in (_MEAN, _MEAN.vjp) else 1
+    return included_count(where, shape, axis, keepdims) if op in (MEAN, MEAN.vjp) else 1
 
 
 def sum(
@@ -301,7 +65,7 @@ def sum(
     implementation: Implementation = None,
 ) -> Reduced:
     """Sum, `y = Σᵢ aᵢ`. A sum of nothing is 0."""
-    return _reduce(_SUM, implementation, a, axis, keepdims, where)
+    return _reduce(SUM, implementation, a, axis, keepdims, where)
 
 
 def sum_backward(
@@ -314,7 +78,7 @@ def sum_backward(
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `sum`: `daᵢ = dy`. Only the shape of a is used."""
-    return _backward(_SUM.vjp, implementation, dy, a, axis, keepdims, where)
+    return _backward(SUM.vjp, implementation, dy, a, axis, keepdims, where)
 
 
 def mean(
@@ -326,7 +90,7 @@ def mean(
     implementation: Implementation = None,
 ) -> Reduced:
     """Mean of n elements, `y = 1/n Σᵢ aᵢ`, where n counts included elements. A mean of nothing is NaN."""
-    return _reduce(_MEAN, implementation, a, axis, keepdims, where)
+    return _reduce(MEAN, implementation, a, axis, keepdims, where)
 
 
 def mean_backward(
@@ -339,7 +103,7 @@ def mean_backward(
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `mean`: `daᵢ = dy / n`. Only the shape of a is used."""
-    return _backward(_MEAN.vjp, implementation, dy, a, axis, keepdims, where)
+    return _backward(MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
 def var(
@@ -355,7 +119,7 @@ def var(
 
     If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not take `where`.
     """
-    return _reduce(_VAR, implementation, a, axis, keepdims, where, ddof=_ddof("var", ddof))
+    return _reduce(VAR, implementation, a, axis, keepdims, where, ddof=_ddof("var", ddof))
 
 
 def var_backward(
@@ -369,7 +133,7 @@ def var_backward(
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
-    return _backward(_VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
+    return _backward(VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
 
 
 def max(
@@ -385,7 +149,7 @@ def max(
 
     If `initial` is a number, y is at least this number. If `where` excludes all elements, y is `initial`, or -inf.
     """
-    return _reduce(_MAX, implementation, a, axis, keepdims, where, initial=_initial("max", initial))
+    return _reduce(MAX, implementation, a, axis, keepdims, where, initial=_initial("max", initial))
 
 
 def max_backward(
@@ -403,7 +167,7 @@ def max_backward(
     If `initial` is larger than all elements, da is 0. JAX's autodiff splits dy among equal maxima.
     """
     initial = _initial("max_backward", initial)
-    return _backward(_MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
+    return _backward(MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
 
 def min(
@@ -419,7 +183,7 @@ def min(
 
     If `initial` is a number, y is at most this number. If `where` excludes all elements, y is `initial`, or inf.
     """
-    return _reduce(_MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
+    return _reduce(MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
 
 
 def min_backward(
@@ -437,7 +201,7 @@ def min_backward(
     If `initial` is smaller than all elements, da is 0. JAX's autodiff splits dy among equal minima.
     """
     initial = _initial("min_backward", initial)
-    return _backward(_MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
+    return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
 
 
 def logsumexp(
@@ -452,7 +216,7 @@ def logsumexp(
 
     If all elements are -inf or excluded, y is -inf, with a gradient of 0.
     """
-    return _reduce(_LOGSUMEXP, implementation, a, axis, keepdims, where)
+    return _reduce(LOGSUMEXP, implementation, a, axis, keepdims, where)
 
 
 def logsumexp_backward(
@@ -468,7 +232,7 @@ def logsumexp_backward(
 
     The softmax is computed from a, without y, because y is rounded.
     """
-    return _backward(_LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
+    return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 
 def _ddof(op, ddof):

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from experiments.bench import __main__ as bench
-from experiments.bench.measure import Accuracy
+from experiments.bench.measure import Accuracy, Compiler
 from experiments.output.results import to_json
 
 
@@ -78,6 +78,16 @@ def test_a_quick_run_has_the_rows_of_ours_that_users_get(quickly, monkeypatch):
     code, report = quickly("--quick", implementations=())
     assert code == 0 and report["complete"]
     assert [row["implementation"] for row in report["rows"]] == [*["pallas"] * (report["platform"] == "gpu"), "None"]
+
+
+def test_a_quick_run_compiles_only_what_it_times(quickly, monkeypatch):
+    submitted, submit = [], Compiler.submit
+    monkeypatch.setattr(Compiler, "submit", lambda *args: submitted.append(args) or submit(*args))
+    (row,) = quickly("--quick", implementations=("xla",))[1]["rows"]
+    assert len(submitted) == 1 and row["microseconds"] > 0
+    assert [row[name] for name in ("temporary_bytes", "error", "error_batch", "compile_seconds")] == [None] * 4
+    (row,) = quickly("--quick", "--compile-seconds", implementations=("xla",))[1]["rows"]
+    assert row["compile_seconds"] > 0
 
 
 def test_compilation_is_timed_where_it_is_asked_for(quickly):

@@ -91,7 +91,7 @@ def test_a_pallas_without_a_kernel_of_ours_is_no_row(workload_at, monkeypatch, c
 # --------------------------------------------------------------------------------------------------------------- peers
 
 
-def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch):
+def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch, capsys):
     def right(task):
         dy, logits, labels = task.small
         return dy[:, None] * (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 10))
@@ -115,6 +115,8 @@ def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypat
     assert of_peer["Peer other"]["error"] is None and of_peer["Peer other"]["error_reason"] == "another function"
     assert of_peer["Peer referred"]["error"] == 0.0
     assert all(set(row) == FIELDS for row in of_peer.values())
+    said = capsys.readouterr().err
+    assert all(said.count(f", {name}: compiling\n") == 1 for name in of_peer)
 
 
 @pytest.mark.parametrize("precision", ["default", "highest"])

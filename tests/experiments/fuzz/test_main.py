@@ -13,7 +13,7 @@ import jaxbp
 from experiments.children import Done
 from experiments.fuzz import __main__ as fuzz
 from experiments.fuzz import work
-from experiments.fuzz.cases import DATA, Program, draw_program
+from experiments.fuzz.program import DATA, Program, draw_program
 from jaxbp.catalogue import CATALOGUE
 from jaxbp.pairing import Pair
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.fuzz.cases import Program
+from experiments.fuzz.program import Program
 from experiments.fuzz.trial import Trial
 from jaxbp.catalogue import CATALOGUE, Argument, Case
 from jaxbp.common.numerics import upcast

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -107,14 +108,14 @@ sys.exit"""
     assert "process 1 stopped answering" in first.stderr.read()
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, killed):
+@pytest.mark.parametrize(("killed", "number"), [(1, signal.SIGTERM), (0, signal.SIGKILL)])
+def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, killed, number):
     both = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
     while not (both[0].stdout.readline()).startswith("epoch 3/"):
         assert both[0].poll() is None, both[0].stderr.read()
     with pytest.raises(OSError):  # JAX's coordinator would listen on all addresses of the machine
         socket.create_connection(("127.0.0.2", port), timeout=10)
-    both[killed].kill()
+    both[killed].send_signal(number)
     assert both[1 - killed].wait(timeout=30) == 1
     errors = both[1 - killed].stderr.read()
     ends = "the run ends, and --resume continues it if it has a checkpoint"

@@ -1,0 +1,179 @@
+"""Draw random programs and their data. A program is an op with shapes, options, and a transformation."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.fuzz.cases import draw_case, takes
+from experiments.fuzz.references import REFERENCES
+from experiments.fuzz.transformations import SECOND_ORDER, TRANSFORMATIONS
+from jaxbp.catalogue import Argument, Case, Entry, FixedArgument
+from jaxbp.common.checks import KERNEL_DTYPES
+from jaxbp.verify.arguments import Arguments, bind, take_apart
+
+DATA = (
+    "normal",
+    "moved",
+    "of few values",
+    "with special values",
+    "far from zero",
+    "with subnormal numbers",
+    "with ruled-out entries",
+    "under a mask",
+)
+"""Kinds of data. Each program runs on all kinds, because compilation takes most of the time.
+
+"with ruled-out entries" puts -inf into random entries and whole rows of the first argument, and zeros into weights.
+"under a mask" sets half of the cotangents to 0, and uses special values.
+"""
+INVALID_LABELS = (-100, -1, 2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An op with its implementation, dtype, transformation, shapes, and options. Two programs with equal fields compute
+    the same function."""
+
+    entry: Entry
+    case: Case
+    dtype: str
+    implementation: str | None
+    transformation: str
+    exact: bool = True
+    """Whether products of float32 are computed in full precision, not in TF32."""
+    invalid_labels: bool = False
+    """Whether some labels are not classes. The cotangents of their examples are 0."""
+
+    @property
+    def kink_convention(self) -> bool:
+        """Whether the reference defines the same derivative as the op at points where the derivative does not exist."""
+        return self.entry.kink_convention or self.entry.name in REFERENCES
+
+    def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
+        """Draw the arguments. Floats are of the given kind of `DATA`; integers are part of the program."""
+        integers, floats = np.random.default_rng(0), []
+
+        def drawn(argument):
+            if isinstance(argument, FixedArgument):
+                return argument.draw(None, 0, self.dtype)
+            if argument.below is not None:
+                x = integers.integers(0, argument.below, argument.shape).astype(argument.dtype)
+                return np.where(self._is_valid(x.shape), x, integers.choice(INVALID_LABELS)).astype(argument.dtype)
+            floats.append(self._floats(random, argument, kind, infinite=not floats and self.takes_infinities))
+            is_dy = "_backward" in self.entry.name and len(floats) == 1
+            return self.masked(floats[-1], random, kind) if is_dy else floats[-1]
+
+        return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
+
+    def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
+        """Set a cotangent of the op's result to zero at invalid labels and, for "under a mask", at random."""
+        if self.invalid_labels:
+            cotangent = cotangent * self._is_valid(cotangent.shape)
+        return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
+
+    def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a mask that is true where a label is a class. Along the last axis, two of every three are."""
+        if not self.invalid_labels or not shape:
+            return np.ones(shape, bool)
+        return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
+
+    def _floats(self, random: np.random.Generator, argument: Argument, kind: str, infinite: bool) -> np.ndarray:
+        shape, limits = argument.shape, jnp.finfo(self.dtype)
+        x = random.standard_normal(shape) * argument.scale
+        if kind == "of few values" and not argument.weights:
+            x = random.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape)
+        if argument.weights:
+            x = np.exp(x) / np.exp(x).sum(-1, keepdims=True) if x.size else x
+        if argument.positive:
+            x = np.abs(x) + 0.5
+        if kind == "moved" and not argument.weights:
+            x = x * 10 ** random.uniform(-3, 2)
+            if not argument.positive:
+                x = x + random.choice([0.0, 1.0, 100.0])
+        if kind == "far from zero" and not argument.weights:
+            x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
+        # If a probability is 0, autodiff of the definition of a divergence gives a wrong second derivative.
+        if not x.size or not (self.differentiated_once or not argument.weights):
+            return x.astype(self.dtype)
+        if kind == "with ruled-out entries" and argument.weights:
+            x = x * (random.random(shape) < 0.7)
+        if kind == "with ruled-out entries" and infinite and not argument.weights and not argument.positive:
+            x = np.where(random.random(shape) < 0.3, -np.inf, x)
+            x = np.where(random.random((*shape[:-1], 1) if shape else ()) < 0.2, -np.inf, x)
+        if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
+            x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
+        if kind in ("with special values", "under a mask"):
+            # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
+            most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
+            # The reference of an op in float64 is also in float64. The op and its reference may then underflow in
+            # different terms.
+            least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
+            special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
+            x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
+        return x.astype(self.dtype)
+
+    @property
+    def differentiated_once(self) -> bool:
+        """Whether the program takes only first derivatives of a forward.
+
+        At infinities, second derivatives depend on how a formula is written, even in autodiff.
+        """
+        return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
+
+    @property
+    def takes_infinities(self) -> bool:
+        """Whether the special values of the first argument include NaN, infinities, and values whose square overflows.
+
+        Convolutions get none of these, because they may be computed as products with zeros.
+        """
+        return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
+
+    def function(self, arguments: Arguments, implementation: str | None) -> Callable:
+        """Return the transformed op as a function of its floating arguments that returns the list of its floating
+        results."""
+        function = bind(self.entry.function, implementation, self.case.options)
+        if implementation == "autodiff" and self.entry.name in REFERENCES:
+            function = functools.partial(REFERENCES[self.entry.name], **self.case.options)
+        function = arguments.of_floats(function)
+        return TRANSFORMATIONS[self.transformation](function)
+
+
+def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:
+    """Draw the program with this number. It depends only on the arguments."""
+    random = np.random.default_rng([seed, number])
+    entry = entries[random.integers(len(entries))]
+    shares = {"pallas": 0.6, "xla": 0.15, None: 0.25} if on_gpu else {"pallas": 0.04, "xla": 0.6, None: 0.36}
+    implementation = list(shares)[random.choice(3, p=list(shares.values()))]
+    dtypes = [*entry.kernel_dtypes, "float64"] if implementation != "pallas" else entry.kernel_dtypes or KERNEL_DTYPES
+    dtype = str(random.choice(dtypes))
+    transformation = str(random.choice(list(TRANSFORMATIONS)))
+    exact = bool(random.random() < 0.8) or dtype != "float32"
+    case = draw_case(random, entry)
+    has_labels = "cross_entropy" in entry.name and any(getattr(a, "below", None) for a in case.leaves)
+    return Program(entry, case, dtype, implementation, transformation, exact, has_labels and random.random() < 0.5)
+
+
+def smaller(program: Program) -> list[Program]:
+    """Return programs that are each simpler in one respect, and that the plain formula accepts."""
+    found = []
+    if program.transformation != "plain":
+        found.append(dataclasses.replace(program, transformation="plain"))
+    shapes = [a.shape for a in program.case.arguments if isinstance(a, Argument)]
+    if any(isinstance(a, FixedArgument) for a in program.case.arguments):
+        return found
+    for size in sorted({size for shape in shapes for size in shape if size > 1}, reverse=True):
+        for less in (1, size // 2):
+            arguments = [
+                a
+                if isinstance(a, FixedArgument) or a.dtype == jnp.uint32
+                else dataclasses.replace(a, shape=tuple(less if n == size else n for n in a.shape))
+                for a in program.case.arguments
+            ]
+            case = dataclasses.replace(program.case, arguments=tuple(arguments))
+            if takes(program.entry.function, case):
+                found.append(dataclasses.replace(program, case=case))
+    return found

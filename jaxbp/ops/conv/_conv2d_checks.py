@@ -1,0 +1,55 @@
+"""The checks of the arguments of convolutions over one or two spatial axes."""
+
+from typing import Any
+
+from jax import Array
+
+from jaxbp.common import checks
+from jaxbp.common.windows import dilated, per_axis, require_fit, window_padding
+from jaxbp.ops.conv import _layouts as layouts
+
+IMAGE_AXES = ("batch", "in_channels", "height", "width")
+FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
+
+
+def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, groups=1) -> tuple[Array, Array, dict]:
+    """Check the arguments of a convolution over one or two spatial axes. Return x and w with the channels before the
+    spatial axes, and the options as `options_of` does.
+
+    Args:
+      layout: the result of `layouts.dimension_numbers`, or None for the default layout.
+    """
+    layout = layouts.dimension_numbers(op, None) if layout is None else layout
+    given, spatial = x.shape, len(layout.lhs_spec) - 2
+    w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
+    x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
+    check_channels(op, x.shape, w.shape, checks.count(op, "groups", groups), given)
+    options = options_of(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
+    if b is not None:
+        checks.shape(op, "b", b, w.shape[0])
+    return x, w, options
+
+
+def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
+    """Return the options, with one stride, one dilation, and one padding (before, after) per axis."""
+    stride = per_axis(op, "stride", stride, len(input_size))
+    dilation = per_axis(op, "dilation", dilation, len(input_size))
+    groups = checks.count(op, "groups", groups)
+    extent = dilated(filter_size, dilation)
+    padding = window_padding(op, padding, input_size, extent, stride)
+    require_fit(op, "filter with its dilation", extent, input_size, padding)
+    precision = checks.precision(op, precision)
+    return dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
+
+
+def check_channels(op, x_shape, w_shape, groups, given=()):
+    """Require that the channels of x and w fit. If x, whose shape is `given` in the caller's layout, would fit with the
+    channels on its last axis, the error says so."""
+    if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
+        like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
+        names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")
+        hint = f". If x is {names[0]}, pass dimension_numbers, say {names}" if like_nhwc else ""
+        raise ValueError(
+            f"{op}: x has {x_shape[1]} channels, w has shape {tuple(w_shape)} and groups is {groups}; wants "
+            f"in_channels = groups * w.shape[1], and out_channels a multiple of groups{hint}"
+        )

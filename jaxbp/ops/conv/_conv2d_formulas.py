@@ -1,0 +1,152 @@
+"""The formulas of convolutions and of their gradients. They also define the gradients of `conv2d_relu_max_pool2d`.
+
+The functions take checked arguments: NCHW images, OIHW filters, and options with one entry per axis.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxbp.common.windows import output_size
+from jaxbp.ops.conv._conv2d_geometry import flip_and_swap, full_padding, reached_padding
+from jaxbp.pairing import transpose
+
+
+def forward(x, w, b, *, stride, padding, dilation, groups, precision):
+    y = lax.conv_general_dilated(
+        x,
+        w,
+        stride,
+        padding,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        precision=precision,
+    )
+    return y if b is None else y + b[None, :, None, None]
+
+
+def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
+    """Compute the same as `forward`, by operations that are fast on a CPU, too."""
+    options = dict(padding=padding, precision=precision)
+    convolve = functools.partial(
+        _convolve,
+        window_strides=stride,
+        rhs_dilation=dilation,
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        feature_group_count=groups,
+        **options,
+    )
+    if w.shape[1] > 1:
+        y = convolve(x, w)
+    else:
+        multiply = functools.partial(_multiply_columns, stride=stride, dilation=dilation, groups=groups, **options)
+        y = lax.platform_dependent(x, w, cpu=multiply, default=convolve)
+    return y if b is None else y + b[None, :, None, None]
+
+
+def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
+    """Compute the convolution as one matrix product of the filters and shifted copies of the images.
+
+    There is one copy per filter position. It contains the inputs that this filter position is multiplied by.
+    """
+    out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
+    columns = []
+    for place in np.ndindex(w.shape[2:]):
+        start = [at * d for at, d in zip(place, dilation, strict=True)]
+        stop = [at + (n - 1) * s + 1 for at, n, s in zip(start, out, stride, strict=True)]
+        columns.append(lax.slice(x, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *stride)))
+    terms, positions = math.prod(w.shape[1:]), math.prod((x.shape[1], *out))
+    filters = w.reshape(groups, w.shape[0] // groups, terms)
+    y = jnp.matmul(filters, jnp.stack(columns, 1).reshape(groups, terms, positions), precision=precision)
+    return y.reshape(w.shape[0], x.shape[1], *out).swapaxes(0, 1)
+
+
+def _convolve(x, w, *, dimension_numbers, **options):
+    """Call `lax.conv_general_dilated`. On a CPU, move the channels to the last axis first.
+
+    Within a loop, a convolution on a CPU is fast only with the channels last.
+    """
+
+    def channels_last(x, w):
+        x_axes, w_axes, y_axes = dimension_numbers
+        x = x.transpose([x_axes.index(axis) for axis in "NHWC"])
+        w = w.transpose([w_axes.index(axis) for axis in "HWIO"])
+        y = lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+        return y.transpose(["NHWC".index(axis) for axis in y_axes])
+
+    as_it_lies = functools.partial(lax.conv_general_dilated, dimension_numbers=dimension_numbers, **options)
+    return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
+
+
+# ----------------------------------------------------------------------------------------------- gradient in the input
+
+
+def input_gradient_autodiff(dy, w, *, input_size, groups, **options):
+    shape = (dy.shape[0], w.shape[1] * groups, *input_size)
+    return transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, groups, precision):
+    options = dict(stride=stride, padding=padding, dilation=dilation)
+
+    def convolve(dy, w):
+        return _convolve(
+            dy,
+            flip_and_swap(w, groups),
+            window_strides=(1, 1),
+            padding=full_padding(dy.shape[2:], w.shape[2:], input_size, **options),
+            lhs_dilation=stride,
+            rhs_dilation=dilation,
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            feature_group_count=groups,
+            precision=precision,
+        )
+
+    def sum_columns(dy, w):
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        multiply = functools.partial(_multiply_columns, w=w.astype(wide), groups=groups, precision=precision, **options)
+        return transpose(multiply, (dy.shape[0], groups, *input_size), dy.astype(wide)).astype(dy.dtype)
+
+    return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
+
+
+# --------------------------------------------------------------------------------------------- gradient in the weights
+
+
+def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
+    shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
+    return transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
+
+
+def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
+    # Exchange the channel and batch axes: dw is x correlated with dy, summed over the examples.
+    return _convolve(
+        x,
+        dy,
+        window_strides=dilation,
+        padding=reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation),
+        rhs_dilation=stride,
+        dimension_numbers=("CNHW", "IOHW", "CNHW"),
+        batch_group_count=groups,
+        precision=precision,
+    )
+
+
+def parameter_gradients_formula(dy, x, **options):
+    return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
+
+
+# ------------------------------------------------------------------------------------------------ gradient in the bias
+
+
+def bias_gradient_autodiff(dy):
+    return transpose(lambda b: jnp.broadcast_to(b[:, None, None], dy.shape), dy.shape[1:2], dy)
+
+
+def bias_gradient_formula(dy):
+    return jnp.sum(dy, axis=(0, 2, 3))
