@@ -1,9 +1,11 @@
 """Backward of an embedding as a gather. Each row of the table collects the gradients of the tokens that selected it.
 Because a single CTA writes each element of the table's gradient, the kernel needs no atomic additions.
 
-XLA sorts the tokens by row beforehand, so that the tokens of one row are a contiguous run of the sorted order. A CTA
-computes one row of the gradient, for one block of features. It loops over the run of its row and adds the gradients in
-float32 registers, in the order of the tokens. The kernel does not use shared memory.
+XLA sorts the tokens by row beforehand, so that the tokens of one row are a contiguous run of the sorted order. Most
+runs are short or empty. One CTA computes a whole row with a short run, several blocks of features at a time, because a
+CTA for each block would take longer to launch than to run. For a row with a long run, there is one CTA per block of
+features. These CTAs come first in the grid, so that they do not run when all others have finished. Each CTA adds the
+gradients of a run in float32 registers, in the order of the tokens. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -15,12 +17,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.core.launch import launch
-from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_like
+from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remainder, vector_length, zeros_like
 from pallas_kernels.core.tiles import kernel
 
-_TOKENS_IN_FLIGHT = 8
-"""Number of tokens whose loads begin before the first of them is added. A loop over single tokens would wait for device
-memory at each token. Not tuned."""
+_LONG_RUN = 64
+"""Number of tokens from which on a run is long. Not tuned."""
+_LOADS_IN_FLIGHT = 16
+"""Number of vectors whose loads begin before the first of them is added. A loop over single tokens would wait for
+device memory at each token. Not tuned."""
+_BLOCKS_AT_ONCE = 8
+"""Maximum number of blocks of a short run that a CTA computes at a time. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,31 +57,73 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
     Returns:
       dtable `(rows, features)` in dy's dtype, summed in float32. Rows without tokens are 0.
     """
-    rows, features = starts.shape[0] - 1, dy.shape[1]
+    (tokens, features), rows, length = dy.shape, starts.shape[0] - 1, config.length
+    blocks = features // length
+    at_once = largest_divisor(blocks, _BLOCKS_AT_ONCE)
+    long_rows = _long_rows(tokens, starts)
+    long_programs = long_rows.shape[0] * blocks
 
-    def body(dy_ref, order_ref, starts_ref, dtable_ref, *, row, block):
-        columns = pl.ds(block * config.length, config.length)
-        first, end = starts_ref[row], starts_ref[row + 1]
+    def body(dy_ref, order_ref, starts_ref, long_rows_ref, dtable_ref, *, program):
+        def write(row, first_block, count):
+            """Compute `count` blocks of a row at a time."""
+            columns = [pl.ds((first_block + k) * length, length) for k in range(count)]
+            first, end = starts_ref[row], starts_ref[row + 1]
+            in_flight = _LOADS_IN_FLIGHT // count
 
-        def load(i):
-            return dy_ref[order_ref[i], columns].astype(jnp.float32)
+            def load(i):
+                token = order_ref[i]
+                return [dy_ref[token, c].astype(jnp.float32) for c in columns]
 
-        def add_group(group, total):
-            for gradient in [load(first + group * _TOKENS_IN_FLIGHT + k) for k in range(_TOKENS_IN_FLIGHT)]:
-                total = total + gradient
-            return total
+            def add(gradients, totals):
+                return tuple(total + gradient for total, gradient in zip(totals, gradients, strict=True))
 
-        groups = quotient(end - first, _TOKENS_IN_FLIGHT)
-        total = lax.fori_loop(0, groups, add_group, zeros_like(dy_ref[0, columns].astype(jnp.float32)))
-        total = lax.fori_loop(first + groups * _TOKENS_IN_FLIGHT, end, lambda i, total: total + load(i), total)
-        dtable_ref[row, columns] = total.astype(dtable_ref.dtype)
+            def add_group(group, totals):
+                for gradients in [load(first + group * in_flight + k) for k in range(in_flight)]:
+                    totals = add(gradients, totals)
+                return totals
+
+            groups = quotient(end - first, in_flight)
+            zeros = (zeros_like(dy_ref[0, columns[0]].astype(jnp.float32)),) * count
+            totals = lax.fori_loop(0, groups, add_group, zeros)
+            totals = lax.fori_loop(first + groups * in_flight, end, lambda i, totals: add(load(i), totals), totals)
+            for c, total in zip(columns, totals, strict=True):
+                dtable_ref[row, c] = total.astype(dtable_ref.dtype)
+
+        @pl.when(program < long_programs)
+        def _():
+            row = long_rows_ref[quotient(program, blocks)]
+            pl.when(row < rows)(lambda: write(row, remainder(program, blocks), 1))
+
+        @pl.when(program >= long_programs)
+        def _():
+            row = program - long_programs
+            is_short = starts_ref[row + 1] - starts_ref[row] < _LONG_RUN
+            steps = blocks // at_once
+            write_all = lambda: lax.fori_loop(0, steps, lambda i, _: write(row, i * at_once, at_once), None)  # noqa: E731
+            pl.when(is_short)(write_all)
 
     return launch(
         body,
         dy,
         order,
         starts,
+        long_rows,
         out=jax.ShapeDtypeStruct((rows, features), dy.dtype),
-        grid={"row": rows, "block": features // config.length},
+        grid={"program": long_programs + rows},
+        barriers=False,
         name="embedding_backward",
     )
+
+
+def _long_rows(tokens: int, starts: Array) -> Array:
+    """Return the rows with long runs, once each, between entries that are the number of rows.
+
+    A long run contains a position that is a multiple of `_LONG_RUN`, so only the rows there are tested.
+    """
+    rows = starts.shape[0] - 1
+    positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
+    at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1
+    candidates = jnp.clip(at_positions, 0, rows - 1)
+    is_long = starts[candidates + 1] - starts[candidates] >= _LONG_RUN
+    is_first = jnp.concatenate([jnp.ones(1, bool), candidates[1:] != candidates[:-1]])
+    return jnp.where(is_long & is_first, candidates, rows)

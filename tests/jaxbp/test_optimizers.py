@@ -98,9 +98,13 @@ def test_the_kernel_takes_optaxs_steps(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@every_pair
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "mask"])  # its mask has the structure of SHAPES
 def test_the_kernel_takes_optaxs_steps_on_a_gpu(name, dtype):
     make, optax_optimizer = PAIRS[name]
+    if (name, dtype) == ("arrays", "bfloat16"):
+        with pytest.raises(NotImplementedError, match=r"does not take a state of bfloat16 that becomes float32"):
+            steps_of(make(implementation="pallas"), LARGE, dtype)
+        return
     results = steps_of(make(implementation="pallas"), LARGE, dtype)
     check(results, steps_of(optax_optimizer, LARGE, dtype), 2e-6 if dtype == "float32" else 3e-2)
     again = steps_of(make(implementation="pallas"), LARGE, dtype)

@@ -94,7 +94,9 @@ def _kernel(dy, indices, *, num_embeddings):
         return _scatter(dy, indices, num_embeddings=num_embeddings)
     dy, rows = _tokens(dy, indices, num_embeddings)
     rows, order = _sorted(rows)
-    starts = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32)).astype(jnp.int32)
+    # The method "scan_unrolled" needs no loop, whose iterations are separate launches on a GPU.
+    first = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32), method="scan_unrolled")
+    starts = first.astype(jnp.int32)
     padded = jnp.pad(dy, ((0, 0), (0, -dy.shape[1] % LANES)))
     return None, kernels.table_gradient(padded, order, starts)[:, : dy.shape[1]]
 

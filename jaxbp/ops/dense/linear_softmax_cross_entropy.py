@@ -2,7 +2,7 @@
 
 The rows are divided into chunks, and a scan computes the logits of one chunk at a time. Within a chunk, three steps
 follow each other: a product computes the logits; the losses and the gradients of the logits are computed row by row, by
-a kernel or by a formula; two products compute the gradients of x and w. The cost of the backward depends on the
+two kernels or by formulas; two products compute the gradients of x and w. The cost of the backward depends on the
 reduction:
 
 - "mean" and "sum": all losses get the same cotangent. If a gradient is asked for, the forward computes the gradients of
@@ -29,7 +29,7 @@ from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
 from jaxbp.sharding import mesh_of
-from pallas_kernels.core.launch import on_gpu, unify_varying_axes
+from pallas_kernels.core.launch import unify_varying_axes
 from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
@@ -51,20 +51,18 @@ of classes and at all larger ones (docs/lab/2026-11-26-large-vocabulary.md)."""
 # have the dtype of x. Losses and statistics of rows, and the sums of the gradients of w and b, are in float32 or wider.
 
 
-def _rows_formula(logits, labels, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return the statistics of each row, and dlogits, as the kernel `statistics_and_gradient` does."""
-    z = kernels.capped(logits, b, softcap)
-    column = jnp.arange(z.shape[1])[None]
-    is_class = column < classes
-    z = z if z.shape[1] == classes else jnp.where(is_class, z, -jnp.inf)
+def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
+    """Return the statistics of each row, as the kernel `statistics` does."""
+    z, is_class, is_label = _z_and_masks(logits, labels, b, classes, softcap)
     # If the classes are divided over devices, a sum over them needs an all-reduce. A gather would need all logits.
-    is_label = labels[:, None] == column
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
-    sum_ = jnp.sum(jnp.where(is_class, z, 0.0), axis=1) if label_smoothing else None
-    statistics = largest, total, sum_, at_label
-    if dy is None:
-        return *statistics, None
+    return largest, total, jnp.sum(jnp.where(is_class, z, 0.0), axis=1) if with_sum else None, at_label
+
+
+def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_smoothing, z_loss, softcap):
+    """Return dlogits, as the kernel `gradient` does. The statistics are computed again."""
+    z, is_class, is_label = _z_and_masks(logits, labels, b, classes, softcap)
     e, total = exponentials(z, 1)
     p = e / total
     if z_loss:
@@ -75,33 +73,39 @@ def _rows_formula(logits, labels, dy, b, *, classes, label_smoothing, z_loss, so
         t = z / softcap
         dz = dz * (1 - t) * (1 + t)  # 1 - t² would lose digits near the cap
     dz = dz if z.shape[1] == classes else jnp.where(is_class, dz, 0.0)
-    return *statistics, dz.astype(logits.dtype)
+    return dz.astype(logits.dtype)
 
 
-def _rows_kernel(logits, labels, dy, b, **options):
-    kernel, formula = (functools.partial(f, **options) for f in (kernels.statistics_and_gradient, _rows_formula))
-    return on_gpu(kernel, formula, logits, labels, dy, b)
+def _z_and_masks(logits, labels, b, classes, softcap):
+    """Return z, which is -inf in columns after the classes; which columns are classes; and which are labels."""
+    z, column = kernels.capped(logits, b, softcap), jnp.arange(logits.shape[1])[None]
+    z = z if z.shape[1] == classes else jnp.where(column < classes, z, -jnp.inf)
+    return z, column < classes, labels[:, None] == column
 
 
-_ROWS = {False: _rows_formula, True: differentiable(_rows_kernel, _rows_formula)}
+_STATISTICS = {False: _statistics_formula, True: differentiable(kernels.statistics, _statistics_formula)}
+_GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _gradient_formula)}
 
 
-def _losses_and_dlogits(rows, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return the loss of each row, which is 0 for rows that are not kept, and dlogits, or None if dy is None. The
-    function `rows` is `_rows_formula` or the kernel."""
+def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
+    """Return the loss of each row, which is 0 for rows that are not kept, and dlogits, or None if dy is None. They are
+    computed by the kernels if `kernel` is true, else by the formulas."""
     valid = are_valid(labels, classes)
-    if dy is not None:
-        dy = jnp.where(kept, dy_of_valid(dy, labels, classes), 0.0)
-    options = dict(classes=classes, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap)
-    labels = jnp.where(valid, labels, -1).astype(jnp.int32)
-    largest, total, sum_, at_label, dlogits = rows(logits, labels, dy, b, **options)
+    options = dict(classes=classes, softcap=softcap)
+    arrays = logits, jnp.where(valid, labels, -1).astype(jnp.int32), b
+    largest, total, sum_, at_label = _STATISTICS[kernel](*arrays, **options, with_sum=label_smoothing > 0)
     loss = largest - at_label + jnp.log(total)
     if label_smoothing:
         smooth = largest - sum_ / classes + jnp.log(total)
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     if z_loss:
         loss += z_loss * (largest + jnp.log(total)) ** 2
-    return jnp.where(kept, nan_unless(valid, loss), 0.0), dlogits
+    loss = jnp.where(kept, nan_unless(valid, loss), 0.0)
+    if dy is None:
+        return loss, None
+    dy = jnp.where(kept, dy_of_valid(dy, labels, classes), 0.0)
+    options |= dict(label_smoothing=label_smoothing, z_loss=z_loss)
+    return loss, _GRADIENT[kernel](*arrays, dy, largest, total, **options)
 
 
 def _products(dlogits, x, w, b, precision, dtype):
@@ -165,7 +169,7 @@ def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss,
 
     def step(sums, x, labels, kept, dy=None):
         logits = jnp.matmul(x, w.T, precision=precision)
-        loss, dlogits = _losses_and_dlogits(_ROWS[kernel], logits, labels, kept, dy, b, **options)
+        loss, dlogits = _losses_and_dlogits(kernel, logits, labels, kept, dy, b, **options)
         if dy is None:
             return sums, (loss, None)
         dx, *gradients = _products(dlogits, x, w, b, precision, dtype)
@@ -198,7 +202,7 @@ def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **opti
     # Half precisions are rounded after the product, because plain JAX rounds there, too.
     z = jnp.matmul(rows, w.T, precision=precision)
     options |= dict(classes=len(w), softcap=softcap)
-    loss, _ = _losses_and_dlogits(_rows_formula, z if b is None else z + b[None], labels, kept, None, None, **options)
+    loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], labels, kept, None, None, **options)
     return _reduced(loss, kept, x.shape[:-1], reduction, x.dtype)
 
 
@@ -309,9 +313,9 @@ def linear_softmax_cross_entropy(
       reduction: "mean" for the mean over the kept rows, which is 0 if no row is kept; "sum" for their sum; None for one
         loss per row, 0 for rows that are not kept.
       precision: the precision of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. With "pallas", a kernel
-        computes the losses and the gradients of the logits in one pass over device memory, and cuBLAS computes the
-        products. On a mesh, "pallas" is "xla", because the kernel would need all classes on each device.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. With "pallas", two
+        kernels compute the losses and the gradients of the logits, and cuBLAS computes the products. On a mesh,
+        "pallas" is "xla", because the kernels would need all classes on each device.
 
     Returns:
       The loss, in x's dtype, computed in float32 or wider. If the label of a kept row is not a class, its loss is NaN.

@@ -8,8 +8,8 @@ from helpers import assert_close, cuda_program, last_program_first, normal, on_t
 from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense.embedding import Config, table_gradient
 
-LENGTHS = np.array([3, 0, 21, 1, 8])
-"""The lengths of the runs: none, one, some, as many, and more tokens than a group of tokens in flight."""
+LENGTHS = np.array([3, 0, 21, 1, 4, 70, 64])
+"""The lengths of the runs: none, one, some, and more tokens than a group of tokens in flight; and long runs."""
 STARTS = np.array([0, *np.cumsum(LENGTHS)], np.int32)
 ORDER = np.random.default_rng(0).permutation(STARTS[-1]).astype(np.int32)
 
@@ -60,5 +60,17 @@ def test_it_lowers_for_cuda_without_atomics(dtype):
 def test_no_tokens_and_features_that_are_no_vectors_are_unsupported():
     (dy, order, starts), _ = drawn(128)
     assert table_gradient.unsupported(dy, order, starts) is None
-    assert table_gradient.unsupported(dy[:, :100], order, starts) == "dy of shape (33, 100)"
+    assert table_gradient.unsupported(dy[:, :100], order, starts) == "dy of shape (163, 100)"
     assert table_gradient.unsupported(dy[:0], order[:0], starts) == "dy of shape (0, 128)"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpu_a_table_may_have_more_rows_than_a_grid_takes_along_its_outer_axes(dtype):
+    indices = jnp.asarray(np.random.default_rng(0).integers(0, 70_000, 2**14).clip(300), jnp.int32)
+    (dy,) = normal((len(indices), 256))
+    expected = np.zeros((70_000, 256))
+    np.add.at(expected, np.asarray(indices), np.asarray(dy.astype(dtype), np.float64))
+    order = jnp.argsort(indices, stable=True).astype(jnp.int32)
+    starts = jnp.searchsorted(indices[order], jnp.arange(70_001)).astype(jnp.int32)
+    assert_close(table_gradient(dy.astype(dtype), order, starts), expected, dtype)
