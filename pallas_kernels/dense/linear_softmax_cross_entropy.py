@@ -20,7 +20,7 @@ from pallas_kernels.core.launch import launch
 from pallas_kernels.core.layouts import LANES, quotient, zeros_like
 from pallas_kernels.core.tiles import kernel
 
-_MAX_PARTS = 8
+_MAX_PARTS = 16
 _UNROLLED = 16
 """Number of vectors whose loads are in flight at once. A part has at least this number of vectors, if there are enough.
 Both numbers come from docs/lab/2026-11-26-large-vocabulary.md."""
@@ -83,7 +83,7 @@ def statistics(
     part = _Part(logits.shape[1], classes, softcap, config)
 
     def body(logits, labels, b, lanes, largest, total, sum_, label_logits, *, row, part_index):
-        load_group, groups, zero = part.loads(logits, b, lanes, row, part_index)
+        load_group, groups, zero = part.loads(logits, b, lanes[...], row, part_index)
 
         def accumulate(group, statistics):
             largest, total, sum_ = statistics
@@ -162,6 +162,7 @@ def gradient(
     scale = dy * (1 + 2 * z_loss * (largest + jnp.log(total))) / total
 
     def body(logits, labels, b, lanes, dy, largest, scale, dlogits, *, row, part_index):
+        lanes = lanes[...]
         load_group, groups, zero = part.loads(logits, b, lanes, row, part_index)
         factor, shift, gradient = zero + scale[row], zero + largest[row], zero + dy[row]
         at_label, elsewhere = gradient * (1 - label_smoothing + smooth), gradient * smooth
@@ -171,7 +172,7 @@ def gradient(
             loaded = load_group(group)
             for k, (_, z, is_class) in enumerate(loaded):
                 columns = part.columns(group * config.unrolled + k, part_index)
-                dz = _exp(z - shift) * factor - jnp.where(lanes[...] == label - columns.start, at_label, elsewhere)
+                dz = _exp(z - shift) * factor - jnp.where(lanes == label - columns.start, at_label, elsewhere)
                 if softcap is not None:
                     u = z * (1 / softcap)
                     dz = dz * (1 - u) * (1 + u)  # 1 - u² would lose digits near the cap
@@ -240,7 +241,7 @@ class _Part:
             z = capped(logits[row, columns], None if b is None else b[columns], self.softcap)
             if self.length == self.classes:
                 return i < count, z, None
-            is_class = lanes[...] + columns.start < self.classes
+            is_class = lanes + columns.start < self.classes
             return i < count, jnp.where(is_class, z, -jnp.inf), is_class
 
         def load_group(group):

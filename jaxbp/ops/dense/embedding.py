@@ -5,6 +5,8 @@ order, in float32. Two calls therefore give the same bits. On a GPU, JAX's autod
 any order and in dy's dtype.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,7 +17,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
-from jaxbp.pairing import Implementation, Pair, differentiable
+from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
 from jaxbp.sharding import batched, on_explicit_axes
 from pallas_kernels.core.layouts import LANES
 from pallas_kernels.dense import embedding as kernels
@@ -107,6 +109,19 @@ def _unsupported(indices, table, *, num_embeddings):
     return checks.unsupported(table)
 
 
+KERNEL_EMBEDDINGS = 4096
+"""The number of rows of the table from which on the kernel is the default on GPUs, unless there are more than four
+tokens per row. XLA is faster for small tables (docs/lab/2026-11-26-embedding.md)."""
+
+
+def _default(indices, table, *, num_embeddings):
+    tokens = math.prod(indices.shape)
+    is_sparse = not isinstance(tokens, int) or tokens <= 4 * num_embeddings
+    if num_embeddings >= KERNEL_EMBEDDINGS and is_sparse:
+        return DefaultImplementation(gpu="pallas", older_gpu="autodiff", elsewhere="autodiff")
+    return AUTODIFF_EVERYWHERE
+
+
 _SUMS_OF_RUNS = differentiable(_sums_of_runs, _scatter, batched(0, 1))
 _EMBEDDING = Pair(
     _forward,
@@ -117,7 +132,7 @@ _EMBEDDING = Pair(
     linear_in=[(1,)],
     unsupported=_unsupported,
     batch_axes=batched(0, 1),
-    default=AUTODIFF_EVERYWHERE,
+    default=_default,
     jit=True,
 )
 

@@ -91,8 +91,8 @@ def test_a_row_is_divided_into_as_many_parts_as_have_enough_vectors():
     def config(columns):
         return statistics.heuristic(drawn(columns, columns)[0])
 
-    assert config(128256) == Config(256, 8, 16)
-    assert config(151936) == Config(128, 8, 16)
+    assert config(128256) == Config(256, 16, 16)
+    assert config(151936) == Config(128, 16, 16)
     assert config(32000) == Config(256, 4, 16)
     assert config(1024) == Config(256, 1, 16)
 
