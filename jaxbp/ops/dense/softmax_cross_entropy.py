@@ -256,9 +256,9 @@ def softmax_cross_entropy(
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes the logits and the weights, computed in float32 or wider. If
-      an integer label is not a class, or is an excluded class, the loss of its example is NaN. The gradient is NaN,
-      too, unless dy is 0. If `where` or `jnp.where` excludes the loss, the gradient is 0.
+      The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
+      integer label is not a class, or is an excluded class, the loss of its example is NaN. The gradient is NaN, too,
+      unless dy is 0. If `where` or `jnp.where` excludes the loss, the gradient is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
