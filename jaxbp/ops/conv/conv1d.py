@@ -94,7 +94,7 @@ def conv1d_backward(
       Other arguments: as in `conv1d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv1d`.

@@ -195,7 +195,7 @@ def conv2d_relu_max_pool2d(
         matrix of the filters, if the precision permits tensor cores.
 
     Returns:
-      y, in x's dtype.
+      y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d` and `max_pool2d`.
@@ -263,7 +263,8 @@ def conv2d_relu_max_pool2d_backward(
       Other arguments: as in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
+      float32.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.

@@ -102,8 +102,8 @@ def linear_backward(
       precision, implementation: as in `linear`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32, except for db with
-      "autodiff", which JAX sums in the half precision.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
+      float32, except for db with "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `linear`.

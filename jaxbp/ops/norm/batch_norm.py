@@ -209,7 +209,7 @@ def batch_norm_backward(
     with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
 
     Returns:
-      (dx, dscale, dbias).
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype.
 
     Raises:
       TypeError, ValueError: as in `batch_norm`.

@@ -145,8 +145,8 @@ def group_norm_backward(
     with means over each group of an example, and sums over the examples and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias). This function computes the statistics from x. If `group_norm` is differentiated, it saves
-      them.
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. This function
+      computes the statistics from x. If `group_norm` is differentiated, it saves them.
 
     Raises:
       TypeError, ValueError: as in `group_norm`.

@@ -274,7 +274,8 @@ def layer_norm_backward(
       x, scale, eps, axis: as in the forward.
 
     Returns:
-      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias. Half precisions are summed in float32.
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. Half precisions
+      are summed in float32.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.

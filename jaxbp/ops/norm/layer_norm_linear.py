@@ -339,8 +339,8 @@ def layer_norm_linear_backward(
       x, scale, bias, w, eps: as in the forward.
 
     Returns:
-      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b. Half precisions are summed in
-      float32, except for db with "autodiff", which JAX sums in the half precision.
+      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b, where b has w's dtype. Half
+      precisions are summed in float32, except for db with "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `layer_norm_linear`.

@@ -46,19 +46,21 @@ def relu_backward(
 
     Args:
       dy: gradient with respect to y.
-      x: the input of the forward, in dy's shape and dtype.
+      x: the input of the forward, in dy's shape.
 
     Returns:
-      dx, in the same shape and dtype.
+      dx, in x's shape and dtype.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes differ.
+      TypeError: an argument is not floating.
+      ValueError: the shapes differ.
     """
     return _RELU.backward_of(implementation, dy, {"x": x})
 
 
 # All other functions accept any shape and floating dtype (kernels: float32, bfloat16, float16), compute half precisions
-# in float32, and return x's dtype. Other dtypes raise a TypeError, and shapes that do not fit a ValueError.
+# in float32, and promote the dtypes of several arguments as `jax.numpy` does. Other dtypes raise a TypeError, and
+# shapes that do not fit a ValueError.
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))

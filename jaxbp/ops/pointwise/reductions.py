@@ -4,8 +4,8 @@ Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy
 all) and `keepdims` (whether the reduced axes stay, with size 1). `where` is a boolean array that broadcasts to a, or
 None. Excluded elements have a gradient of 0, even if they are NaN. The functions return an array in a's dtype. Half
 precisions are summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every
-backward takes `dy`, the gradient with respect to the result, and returns `da`. Invalid arguments raise a TypeError or a
-ValueError.
+backward takes `dy`, the gradient with respect to the result, and returns `da`, in a's dtype. Invalid arguments raise a
+TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
