@@ -154,9 +154,10 @@ _MINIMUM = Elementwise(
 def _operands(x1, x2):
     """Return x1 and x2 by their names. A number gets the dtype to which `jax.numpy` promotes both arguments. So does an
     array that a transformation made from a Python number."""
-    floats = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(floats) == 1:
-        dtype = jnp.result_type(x1, x2) if any(map(_is_number, (x1, x2))) else None
+    arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
+    if arrays and any(map(_is_number, (x1, x2))):
+        is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
+        dtype = jnp.result_type(x1, x2) if is_floating else None
         x1, x2 = (jnp.asarray(x, dtype) if _is_number(x) else x for x in (x1, x2))
     return {"x1": x1, "x2": x2}
 
