@@ -29,22 +29,22 @@ AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def floating(op: str, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays, after checking that all have one floating dtype of at least 16 bits.
+def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
+    """Return the arguments as arrays of one dtype, after checking that each has a floating dtype of at least 16 bits.
 
-    The argument named `b`, a bias, may be None.
+    Different dtypes are promoted as in `jax.numpy`. JAX converts each gradient back to the dtype of its argument. The
+    arguments named in `optional` may be None.
     """
-    arrays = {name: None if a is None and name == "b" else array(op, name, a) for name, a in arguments.items()}
-    (first, reference), *_ = ((name, a) for name, a in arrays.items() if a is not None)
-    for name, a in arrays.items():
-        if a is None:
-            continue
+    arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
+    given = {name: a for name, a in arrays.items() if a is not None}
+    for name, a in given.items():
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
         if a.dtype.itemsize < 2:  # JAX does not promote floats of 8 bits or less
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants 16 bits or more, say {name}.astype(jnp.bfloat16)")
-        if a.dtype != reference.dtype:
-            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {reference.dtype}, the dtype of {first}")
+    if len({a.dtype for a in given.values()}) > 1:
+        dtype = jnp.result_type(*given.values())
+        arrays |= {name: a.astype(dtype) for name, a in given.items()}
     return tuple(arrays.values())
 
 
@@ -59,15 +59,16 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
         raise ValueError(f"{op}: {name} has shape {a.shape}; wants ({pattern})")
 
 
-def scale_and_bias(op: str, x: Array, size: tuple[int, ...], scale: Any, bias: Any = None) -> tuple[Array, Array]:
-    """Return scale and bias, after checking that they have x's dtype and the shape `size`. A scale that is None becomes
-    ones, and a bias zeros."""
-    given = {name: a for name, a in (("scale", scale), ("bias", bias)) if a is not None}
-    given = dict(zip(("x", *given), floating(op, x=x, **given), strict=True))
-    for name, a in given.items():
-        if name != "x":
+def scale_and_bias(
+    op: str, x: Array, size: tuple[int, ...], scale: Array | None, bias: Array | None
+) -> tuple[Array, Array]:
+    """Return scale and bias, after checking that they have the shape `size`. A scale that is None becomes ones, and a
+    bias zeros, in x's dtype."""
+    for name, a in (("scale", scale), ("bias", bias)):
+        if a is not None:
             shape(op, name, a, *size)
-    return given.get("scale", jnp.ones(size, x.dtype)), given.get("bias", jnp.zeros(size, x.dtype))
+    scale = jnp.ones(size, x.dtype) if scale is None else scale
+    return scale, jnp.zeros(size, x.dtype) if bias is None else bias
 
 
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:

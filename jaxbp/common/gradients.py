@@ -107,6 +107,18 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
     return of_floating(structure.unflatten([found.get(i) for i in range(len(leaves))]), arguments)
 
 
+def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
+    """Return each gradient in the dtype of its argument, if the argument is floating. Both are pytrees of arrays with
+    one structure. An op computes its gradients in the dtype to which it promotes its arguments."""
+
+    def converted(a, gradient):
+        dtype = jnp.result_type(a)
+        is_other = dtype != gradient.dtype and jnp.issubdtype(dtype, jnp.floating)
+        return gradient.astype(dtype) if is_other else gradient
+
+    return jax.tree.map(converted, arguments, gradients)
+
+
 def _is_floating(a: Any) -> bool:
     return hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.windows import Padding, output_size
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import conv2d
@@ -48,7 +49,8 @@ def conv1d(
       Other arguments: as in `conv2d`.
 
     Returns:
-      y, in x's dtype. Its width is `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
+      y, in the dtype to which `jax.numpy` promotes the arguments. Its width is
+      `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d`.
@@ -92,7 +94,7 @@ def conv1d_backward(
       Other arguments: as in `conv1d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv1d`.
@@ -100,6 +102,7 @@ def conv1d_backward(
     Source: as in `conv2d`, chapter 4.
     """
     op = "conv1d_backward"
+    arguments = x, w, w  # b has the dtype of w
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
@@ -109,7 +112,8 @@ def conv1d_backward(
     arrays = _row(dy), _row(x), _row(w), jnp.zeros(w.shape[:1], w.dtype)
     dx, dw, db = conv2d.CONV2D.vjp.named(op)(*arrays, implementation=implementation, **_of_row(options))
     dx, dw = lax.squeeze(dx, (2,)), lax.squeeze(dw, (2,))
-    return layouts.restore(dx, layout.lhs_spec), layouts.restore(dw, layout.rhs_spec), db
+    gradients = layouts.restore(dx, layout.lhs_spec), layouts.restore(dw, layout.rhs_spec), db
+    return in_dtypes_of(arguments, gradients)
 
 
 def _row(a):

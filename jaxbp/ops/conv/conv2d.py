@@ -169,11 +169,11 @@ def conv2d(
         Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
 
     Returns:
-      y, in x's dtype. Its height is `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`. Its
-      width follows in the same way.
+      y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
+      `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`. Its width follows in the same way.
 
     Raises:
-      TypeError: arguments that are not of one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes or options that do not fit.
       NotImplementedError: "pallas" with arguments that its kernels do not support.
 
@@ -210,7 +210,7 @@ def conv2d_backward_input(
       Other arguments: as in `conv2d`.
 
     Returns:
-      dx, in dy's dtype.
+      dx, in the dtype to which `jax.numpy` promotes dy and w.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d`.
@@ -253,7 +253,7 @@ def conv2d_backward_weights(
       Other arguments: as in `conv2d`.
 
     Returns:
-      dw, in dy's dtype, summed in float32.
+      dw, in the dtype to which `jax.numpy` promotes dy and x, summed in float32.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d`.

@@ -11,6 +11,7 @@ from jaxtyping import Float, Integer
 from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.common.windows import Padding, Size, Windows, output_size, pool_windows
 from jaxbp.ops.conv import _conv2d_formulas as formulas
@@ -194,7 +195,7 @@ def conv2d_relu_max_pool2d(
         matrix of the filters, if the precision permits tensor cores.
 
     Returns:
-      y, in x's dtype.
+      y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv2d` and `max_pool2d`.
@@ -262,12 +263,14 @@ def conv2d_relu_max_pool2d_backward(
       Other arguments: as in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
+      float32.
 
     Raises:
       As in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_backward"
+    arguments = x, w, w  # b has the dtype of w
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     options = _options(op, x, w, None, window, stride, padding, precision)
     _, windows = _split(x.shape[2:], w.shape[2:], **options)
@@ -275,7 +278,7 @@ def conv2d_relu_max_pool2d_backward(
     indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
     b = jnp.zeros(w.shape[:1], w.dtype)
     backward = _CONV2D_RELU_MAX_POOL2D.backward
-    return backward(dy, indices, x, w, b, implementation=implementation, **options)
+    return in_dtypes_of(arguments, backward(dy, indices, x, w, b, implementation=implementation, **options))
 
 
 def _call(op, x, w, b, window, stride, padding, precision, implementation):

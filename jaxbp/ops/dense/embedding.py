@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast, wide
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
@@ -187,13 +188,14 @@ def embedding_backward(
       dtable, in the shape and dtype of the table. Rows that no index selects are 0.
 
     Raises:
-      TypeError, ValueError: as in `embedding`, or the shape or dtype of dy does not fit.
+      TypeError, ValueError: as in `embedding`, or dy is not floating, or its shape does not fit.
     """
     op = "embedding_backward"
-    indices, table = _check(op, indices, table)
-    dy, _ = checks.floating(op, dy=dy, table=table)
+    indices, given = _check(op, indices, table)
+    dy, table = checks.floating(op, dy=dy, table=given)
     checks.shape(op, "dy", dy, *indices.shape, table.shape[1])
-    return _EMBEDDING.vjp(dy, indices, table, num_embeddings=table.shape[0], implementation=implementation)
+    dtable = _EMBEDDING.vjp(dy, indices, table, num_embeddings=table.shape[0], implementation=implementation)
+    return in_dtypes_of(given, dtable)
 
 
 def _check(op, indices, table):

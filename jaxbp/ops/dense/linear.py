@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair
 from jaxbp.sharding import batched
@@ -73,10 +74,10 @@ def linear(
         "pallas" computes the gradients by the formula in jnp, with cuBLAS.
 
     Returns:
-      y, in x's dtype.
+      y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes do not fit, or the precision is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
@@ -101,20 +102,22 @@ def linear_backward(
       precision, implementation: as in `linear`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b. Half precisions are summed in float32, except for db with
-      "autodiff", which JAX sums in the half precision.
+      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
+      float32, except for db with "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `linear`.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
+    arguments = x, w, w  # b has the dtype of w
     dy, x, w = checks.floating("linear_backward", dy=dy, x=x, w=w)
     _check_shapes("linear_backward", x, w, None)
     checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])
     precision = checks.precision("linear_backward", precision)
     b = jnp.zeros(w.shape[:1], w.dtype)
-    return _LINEAR.vjp(dy, x, w, b, precision=precision, implementation=implementation)
+    gradients = _LINEAR.vjp(dy, x, w, b, precision=precision, implementation=implementation)
+    return in_dtypes_of(arguments, gradients)
 
 
 def _check_shapes(op, x, w, b):

@@ -1,6 +1,6 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-All arrays have one floating dtype, which is also the dtype of the result. `implementation` is "pallas", "xla",
+The result has the dtype to which `jax.numpy` promotes the arguments. `implementation` is "pallas", "xla",
 "autodiff", or None for the fastest on this device. "pallas" has kernels only for products in exact float32
 (`precision="highest"`, as in `jax.lax.dot`). If the precision permits tensor cores, in TF32 or a half precision,
 "pallas" calls cuBLAS. The first argument of every backward is `dy`, the gradient with respect to the result. Invalid
@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores, upcast, wide
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation, Op, per_implementation
@@ -219,9 +220,10 @@ def outer_backward(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*shape_a"], Float[Array, "*shape_b"]]:
     """Gradients of `outer`: `daᵢ = Σⱼ dyᵢⱼ bⱼ`, `dbⱼ = Σᵢ dyᵢⱼ aᵢ`."""
+    arguments = a, b
     dy, a, b = checks.floating("outer_backward", dy=dy, a=a, b=b)
     checks.shape("outer_backward", "dy", dy, a.size, b.size)
-    return _OUTER.vjp(dy, a, b, implementation=implementation)
+    return in_dtypes_of(arguments, _OUTER.vjp(dy, a, b, implementation=implementation))
 
 
 def transpose(
@@ -272,4 +274,5 @@ def _product_of(op, implementation, precision, **arrays):
     if dy:
         checks.shape(op.name, "dy", *dy, *jax.eval_shape(function, a, b).shape)
     precision = checks.precision(op.name, precision)
-    return op(*dy, a, b, precision=precision, implementation=implementation)
+    found = op(*dy, a, b, precision=precision, implementation=implementation)
+    return in_dtypes_of((arrays["a"], arrays["b"]), found) if dy else found

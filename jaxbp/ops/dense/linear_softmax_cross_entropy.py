@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exponentials, largest_and_total, wide
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, nan_unless
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, per_implementation
@@ -318,14 +319,15 @@ def linear_softmax_cross_entropy(
         "pallas" is "xla", because the kernels would need all classes on each device.
 
     Returns:
-      The loss, in x's dtype, computed in float32 or wider. If the label of a kept row is not a class, its loss is NaN.
+      The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. If the label of a
+      kept row is not a class, its loss is NaN.
 
     Under `jax.grad`, "mean" and "sum" compute three matrix products, and None computes four. The gradient of w is
     summed in float32 or wider over all rows, and rounded once to w's dtype, and once more if the cotangent of the loss
     is not 1.
 
     Raises:
-      TypeError: x, w, and b do not have one floating dtype, the labels are not integers, or `where` is not boolean.
+      TypeError: x, w, or b is not floating, the labels are not integers, or `where` is not boolean.
       ValueError: shapes do not fit, or an option has an invalid value.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
@@ -369,17 +371,18 @@ def linear_softmax_cross_entropy_backward(
       TypeError, ValueError: as in `linear_softmax_cross_entropy`.
     """
     op = "linear_softmax_cross_entropy_backward"
-    dy, _ = checks.floating(op, dy=dy, x=x)
-    x, w, labels, b, where = _check(op, x, w, labels, b, where)
+    arguments = x, w, w if b is None else b
+    x, w, labels, b, where, dy = _check(op, x, w, labels, b, where, dy=dy)
     options = _options(op, label_smoothing, z_loss, softcap, reduction, precision)
     checks.shape(op, "dy", dy, *(x.shape[:-1] if reduction is None else ()))
     b = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     arrays = dy, x, w, labels, b, where
-    return _LINEAR_SOFTMAX_CROSS_ENTROPY_BACKWARD(*arrays, **options, implementation=implementation)
+    gradients = _LINEAR_SOFTMAX_CROSS_ENTROPY_BACKWARD(*arrays, **options, implementation=implementation)
+    return in_dtypes_of(arguments, gradients)
 
 
-def _check(op, x, w, labels, b, where):
-    x, w, b = checks.floating(op, x=x, w=w, b=b)
+def _check(op, x, w, labels, b, where, **dy):
+    x, w, b, *dy = checks.floating(op, x=x, w=w, b=b, **dy)
     checks.shape(op, "w", w, "classes", "features")
     if x.ndim == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {w.shape[1]}), the features of w {w.shape}")
@@ -394,7 +397,7 @@ def _check(op, x, w, labels, b, where):
         if where.dtype != bool:
             raise TypeError(f"{op}: where has dtype {where.dtype}; wants bool")
         checks.shape(op, "where", where, *x.shape[:-1])
-    return x, w, labels, b, where
+    return x, w, labels, b, where, *dy
 
 
 def _options(op, label_smoothing, z_loss, softcap, reduction, precision):

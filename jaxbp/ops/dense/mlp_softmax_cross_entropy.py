@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import on_tensor_cores
 from jaxbp.ops.dense.softmax_cross_entropy import are_valid, dy_of_valid, logits_gradient, losses
 from jaxbp.pairing import Implementation, Op, Pair, differentiable
@@ -294,9 +295,9 @@ def mlp_softmax_cross_entropy(
         features, on compute capability 9.0. Otherwise "pallas" computes the formula in jnp, with cuBLAS.
 
     Returns:
-      The losses, in x's dtype. If a label is not a class, the loss of its example is NaN. The gradients are NaN, too,
-      unless dy of this example is 0. If `jnp.where` excludes the loss, dy is 0, and the example adds nothing to the
-      gradients.
+      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, the loss of
+      its example is NaN. The gradients are NaN, too, unless dy of this example is 0. If `jnp.where` excludes the loss,
+      dy is 0, and the example adds nothing to the gradients.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
@@ -353,8 +354,8 @@ def mlp_softmax_cross_entropy_backward(
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
     op = "mlp_softmax_cross_entropy_backward"
-    dy, _ = checks.floating(op, dy=dy, x=x)
-    x, labels, layers = _check(op, x, labels, layers)
+    arguments = x, *layers
+    x, labels, layers, dy = _check(op, x, labels, layers, dy=dy)
     checks.shape(op, "dy", dy, *x.shape[:-1])
     count = math.prod(x.shape[:-1])
     dx, *dlayers = _MLP_SOFTMAX_CROSS_ENTROPY.vjp(
@@ -365,7 +366,7 @@ def mlp_softmax_cross_entropy_backward(
         precision=checks.precision(op, precision),
         implementation=implementation,
     )
-    return dx.reshape(x.shape), *dlayers
+    return in_dtypes_of(arguments, (dx.reshape(x.shape), *dlayers))
 
 
 def _call(op, x, labels, layers, precision, implementation):
@@ -381,11 +382,12 @@ def _call(op, x, labels, layers, precision, implementation):
     return tuple(a.reshape(labels.shape) for a in results)
 
 
-def _check(op, x, labels, layers):
+def _check(op, x, labels, layers, **dy):
     if not layers or len(layers) % 2:
         raise ValueError(f"{op}: layers are {len(layers)} arrays; wants w and b per layer, and at least one layer")
     names = [f"layers[{i}]" for i in range(len(layers))]
-    x, *layers = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)))
+    x, *arrays = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)), **dy)
+    layers, dy = arrays[: len(names)], arrays[len(names) :]
     labels = checks.array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
@@ -397,4 +399,4 @@ def _check(op, x, labels, layers):
         checks.shape(op, names[i], layers[i], "out_features", features)
         features = layers[i].shape[0]
         checks.shape(op, names[i + 1], layers[i + 1], features)
-    return x, labels.astype(jnp.int32), layers
+    return x, labels.astype(jnp.int32), layers, *dy

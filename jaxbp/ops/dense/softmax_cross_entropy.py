@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Op, Pair, differentiable, saving_arguments
 from jaxbp.sharding import batched
@@ -241,10 +242,9 @@ def softmax_cross_entropy(
 
     Args:
       logits: scores, by default with the classes last.
-      labels: one class per example (integers in [0, classes)), or one weight per class and example, in the dtype of the
-        logits. In the formula, y are the weights; for a class, its weight is 1 and the others are 0. Weights are
-        differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
-        no gradient.
+      labels: one class per example (integers in [0, classes)), or one weight per class and example. In the formula, y
+        are the weights; for a class, its weight is 1 and the others are 0. Weights are differentiable and need not sum
+        to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has no gradient.
       axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is an index in
         row-major order over these axes, in the order in which they are given.
       where: one boolean per example, or one per class and example; None includes all. A dropped example has the loss 0
@@ -256,9 +256,9 @@ def softmax_cross_entropy(
       implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
 
     Returns:
-      The losses, in the dtype of the logits, computed in float32 or wider. If an integer label is not a class, or is an
-      excluded class, the loss of its example is NaN. The gradient is NaN, too, unless dy is 0. If `where` or
-      `jnp.where` excludes the loss, the gradient is 0.
+      The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
+      integer label is not a class, or is an excluded class, the loss of its example is NaN. The gradient is NaN, too,
+      unless dy is 0. If `where` or `jnp.where` excludes the loss, the gradient is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
@@ -300,17 +300,20 @@ def softmax_cross_entropy_backward(
       TypeError, ValueError: as in the forward.
     """
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
-    dy, _ = checks.floating(op, dy=dy, logits=logits)
-    classes, logits, labels, where = _check(op, axis, logits=logits, labels=labels, where=where)
-    checks.shape(op, "dy", dy, *logits.shape[:-1])
+    classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
+    checks.shape(op, "dy", dy, *arrays[0].shape[:-1])
     options = _options(op, label_smoothing, z_loss)
-    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, logits, labels, where, **options, implementation=implementation)
-    return _to_axes(gradients if _is_class(labels) else gradients[0], classes, shape)
+    gradients = _SOFTMAX_CROSS_ENTROPY.vjp(dy, *arrays, **options, implementation=implementation)
+    dlogits = gradients[0] if isinstance(gradients, tuple) else gradients
+    return in_dtypes_of(logits, _to_axes(dlogits, classes, shape))
 
 
-def _check(op, axis, *, logits, labels, where):
-    """Return the axes of the classes, and the logits, the labels, and the mask with the classes as the last axis."""
-    (logits,) = checks.floating(op, logits=logits)
+def _check(op, axis, *, logits, labels, where, **dy):
+    """Return the axes of the classes; the logits, the labels, and the mask with the classes as the last axis; and dy if
+    it is given."""
+    is_class = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
+    weights = {} if is_class else {"labels": labels}
+    logits, *others = checks.floating(op, logits=logits, **dy, **weights)
     axes = checks.axes(op, axis, logits.ndim)
     if not axes or math.prod(logits.shape[i] for i in axes) == 0:
         wanted = "(..., classes)" if axes == (logits.ndim - 1,) or not logits.ndim else f"classes along axis {axis}"
@@ -320,7 +323,7 @@ def _check(op, axis, *, logits, labels, where):
     batch = tuple(size for i, size in enumerate(logits.shape) if i not in axes)
     where = checks.mask(op, where, logits.shape, batch)
     where = where if where is None or where.ndim == logits.ndim else jnp.broadcast_to(where, batch)
-    if hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer):
+    if is_class:
         labels = jnp.asarray(labels)
         if labels.shape != batch:
             raise ValueError(
@@ -328,7 +331,7 @@ def _check(op, axis, *, logits, labels, where):
                 f"example of logits {logits.shape}"
             )
     else:
-        _, labels = checks.floating(op, logits=logits, labels=labels)
+        labels = others.pop()
         if labels.shape != logits.shape:
             shapes = f"{labels.shape}; wants {logits.shape}"
             raise ValueError(f"{op}: floating labels have shape {shapes}, the shape of logits")
@@ -338,7 +341,7 @@ def _check(op, axis, *, logits, labels, where):
         per_class = any(where.shape[i] > 1 for i in axes)
         where = jnp.broadcast_to(where, [n if per_class or i not in axes else 1 for i, n in enumerate(logits.shape)])
         where = _classes_last(where, axes) if per_class else where.reshape(batch)
-    return axes, _classes_last(logits, axes), labels, where
+    return axes, _classes_last(logits, axes), labels, where, *others
 
 
 def _classes_last(a, axes):

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from jaxbp.checkpointing import Memory, check_memory, check_steps
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyKey
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.automaton_wires import Automaton
@@ -176,7 +177,7 @@ def automaton_step_backward(
     `dnext` of the cell is added.
 
     Args:
-      dnext: gradient with respect to the next state, in the state's dtype.
+      dnext: gradient with respect to the next state. If its dtype is not the state's, both are promoted to one dtype.
       Other arguments: as in the forward.
 
     Returns:
@@ -186,12 +187,14 @@ def automaton_step_backward(
       TypeError, ValueError: as in `automaton_step`.
     """
     op = "automaton_step_backward"
-    logits, state = _check(op, logits, automaton, state, parametrization)
+    layers, before = _check(op, logits, automaton, state, parametrization)
     draws = _draws(op, key, fire_rate, 0.0, None)
-    dnext, _ = checks.floating(op, dnext=dnext, state=state)
-    checks.shape(op, "dnext", dnext, *state.shape)
+    dnext, before = checks.floating(op, dnext=dnext, state=before)
+    checks.shape(op, "dnext", dnext, *before.shape)
     options = dict(fire_rate=float(fire_rate), memory="states", parametrization=parametrization)
-    return _STEP_BACKWARD(dnext, logits, automaton, state, draws, steps=1, implementation=implementation, **options)
+    arrays = dnext, layers, automaton, before, draws
+    gradients = _STEP_BACKWARD(*arrays, steps=1, implementation=implementation, **options)
+    return in_dtypes_of((tuple(map(list, logits)), state), gradients)
 
 
 def automaton_rollout(
@@ -265,7 +268,7 @@ def automaton_rollout_backward(
     Here s_t is state_t, rounded in part as in the forward. The same random values are drawn again.
 
     Args:
-      dlast: gradient with respect to the last state, in the state's dtype.
+      dlast: gradient with respect to the last state. If its dtype is not the state's, both are promoted to one dtype.
       Other arguments: as in the forward.
 
     Returns:
@@ -275,13 +278,14 @@ def automaton_rollout_backward(
       TypeError, ValueError: as in `automaton_rollout`.
     """
     op = "automaton_rollout_backward"
-    logits, state = _check(op, logits, automaton, state, parametrization)
+    layers, first = _check(op, logits, automaton, state, parametrization)
     options = _time_options(op, steps, fire_rate, memory)
     draws = _draws(op, key, fire_rate, rounding_rate, options["steps"])
-    dlast, _ = checks.floating(op, dlast=dlast, state=state)
-    checks.shape(op, "dlast", dlast, *state.shape)
+    dlast, first = checks.floating(op, dlast=dlast, state=first)
+    checks.shape(op, "dlast", dlast, *first.shape)
     options |= dict(parametrization=parametrization, implementation=implementation)
-    return _ROLLOUT_BACKWARD(dlast, logits, automaton, state, draws, **options)
+    gradients = _ROLLOUT_BACKWARD(dlast, layers, automaton, first, draws, **options)
+    return in_dtypes_of((tuple(map(list, logits)), state), gradients)
 
 
 def _check(op: str, logits: Any, automaton: Any, state: Any, parametrization: Any) -> tuple[Logits, Array]:

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from jaxbp import barriers
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.logic import gates
 from jaxbp.logic.gates import Parametrization
@@ -360,7 +361,7 @@ def gate_layer_backward(
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
 
     Args:
-      dy: gradient with respect to y, in y's dtype. This is x's dtype without `groups`, else the dtype of the sums.
+      dy: gradient with respect to y. If dy's dtype is not y's, dy and x are promoted to one dtype.
       logits, wires, x, parametrization, groups: as in the forward.
 
     Returns:
@@ -370,11 +371,14 @@ def gate_layer_backward(
       TypeError, ValueError: as in `gate_layer`.
     """
     op = "gate_layer_backward"
+    arguments = logits, x
     logits, x = _check(op, logits, wires, x, parametrization, groups)
-    dy, _ = checks.floating(op, dy=dy, x=x if groups is None else upcast(x))
+    like_y = x if groups is None else upcast(x)
+    dy, promoted = checks.floating(op, dy=dy, x=like_y)
+    x = x if promoted.dtype == like_y.dtype else promoted
     checks.shape(op, "dy", dy, *x.shape[:-1], groups or wires.gates)
     options = dict(parametrization=parametrization, groups=groups, implementation=implementation)
-    return _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options)
+    return in_dtypes_of(arguments, _GATE_LAYER_BACKWARD(dy, logits, wires, x, **options))
 
 
 def _check(op, logits, wires, x, parametrization, groups):

@@ -19,6 +19,7 @@ from jaxtyping import Float, Integer
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.common.windows import (
     Padding,
@@ -259,7 +260,7 @@ def logic_conv2d_backward(
     dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
 
     Args:
-      dy: gradient with respect to y, in x's dtype.
+      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
       Other arguments: as in `logic_conv2d`.
 
     Returns:
@@ -269,8 +270,10 @@ def logic_conv2d_backward(
       TypeError, ValueError: as in `logic_conv2d`.
     """
     op = "logic_conv2d_backward"
+    arguments = logits, x
     dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, 1, stride, padding, parametrization)
-    return _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
+    gradients = _LOGIC_CONV2D_BACKWARD(dy, None, logits, wires, x, implementation=implementation, **options)
+    return in_dtypes_of(arguments, gradients)
 
 
 def logic_conv2d_or_pool2d(
@@ -351,7 +354,7 @@ def logic_conv2d_or_pool2d_backward(
     placed at its selected position.
 
     Args:
-      dy: gradient with respect to y, in x's dtype.
+      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
       indices: as returned by `logic_conv2d_or_pool2d_with_indices`. For values outside of the window, the result is
         undefined.
       Other arguments: as in `logic_conv2d_or_pool2d`.
@@ -363,11 +366,14 @@ def logic_conv2d_or_pool2d_backward(
       TypeError, ValueError: as in `logic_conv2d`; also if indices are not integers of dy's shape.
     """
     op = "logic_conv2d_or_pool2d_backward"
+    arguments = logits, x
     dy, logits, x, options = _check_gradient(op, dy, logits, wires, x, pool, stride, padding, parametrization)
     indices = max_pool2d.check_indices(op, "indices", indices, dy.shape)
     if options["pool"] == (1, 1):
         indices = None
-    return _LOGIC_CONV2D_BACKWARD.named(op)(dy, indices, logits, wires, x, implementation=implementation, **options)
+    backward = _LOGIC_CONV2D_BACKWARD.named(op)
+    gradients = backward(dy, indices, logits, wires, x, implementation=implementation, **options)
+    return in_dtypes_of(arguments, gradients)
 
 
 @with_pool_options
@@ -419,7 +425,7 @@ def _check(op, logits, wires, x, pool, stride, padding, parametrization):
 
 def _check_gradient(op, dy, logits, wires, x, *options):
     logits, x, options = _check(op, logits, wires, x, *options)
-    dy, _ = checks.floating(op, dy=dy, x=x)
+    dy, x = checks.floating(op, dy=dy, x=x)
     size = output_size(x.shape[2:], wires.window, stride=options["stride"], padding=options["padding"])
     checks.shape(op, "dy", dy, x.shape[0], wires.kernels, *(n // p for n, p in zip(size, options["pool"], strict=True)))
     return dy, logits, x, options

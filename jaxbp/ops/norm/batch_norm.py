@@ -6,6 +6,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise
@@ -153,13 +154,13 @@ def batch_norm(
         differentiates the statistics.
 
     Returns:
-      (y, mean, var). Without `running`, mean and var are the statistics of the batch, in x's dtype, computed in float32
-      or wider, and have gradients. With n elements per channel, the variance is a sum divided by n, not by n - 1. With
-      `running`, mean and var are the new running averages, `momentum running + (1 - momentum) statistics`, and have no
-      gradient.
+      (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
+      are the statistics of the batch, in y's dtype, computed in float32 or wider, and have gradients. With n elements
+      per channel, the variance is a sum divided by n, not by n - 1. With `running`, mean and var are the new running
+      averages, `momentum running + (1 - momentum) statistics`, and have no gradient.
 
     Raises:
-      TypeError: x, scale, and bias do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes do not fit, or numbers are out of range.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
@@ -208,24 +209,25 @@ def batch_norm_backward(
     with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
 
     Returns:
-      (dx, dscale, dbias).
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype.
 
     Raises:
       TypeError, ValueError: as in `batch_norm`.
     """
     op = "batch_norm_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    x, scale, none, options = _check(op, epsilon, channel_axis, x, scale)
+    arguments = (x, x, x) if scale is None else (x, scale, scale)
+    x, scale, none, options, dy = _check(op, epsilon, channel_axis, x, scale, dy=dy)
     checks.shape(op, "dy", dy, *x.shape)
     dys = dy, jnp.zeros_like(scale), jnp.zeros_like(scale)
-    return _BATCH_NORM.vjp(dys, x, scale, none, **options, wide=False, implementation=implementation)
+    gradients = _BATCH_NORM.vjp(dys, x, scale, none, **options, wide=False, implementation=implementation)
+    return in_dtypes_of(arguments, gradients)
 
 
-def _check(op, epsilon, channel_axis, x, scale, bias=None):
-    """Return x, scale, bias, and the options of the pair."""
-    (x,) = checks.floating(op, x=x)
+def _check(op, epsilon, channel_axis, x, scale, bias=None, **dy):
+    """Return x, scale, bias, the options of the pair, and dy if it is given."""
+    x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
     axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
     scale, bias = checks.scale_and_bias(op, x, (x.shape[axis],), scale, bias)
-    return x, scale, bias, dict(epsilon=checks.number(op, "epsilon", epsilon, 0.0), channel_axis=axis)
+    return x, scale, bias, dict(epsilon=checks.number(op, "epsilon", epsilon, 0.0), channel_axis=axis), *dy

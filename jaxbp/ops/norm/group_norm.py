@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import mean_and_rest, upcast
 from jaxbp.ops._defaults import fused_pair
 from jaxbp.pairing import Implementation
@@ -115,10 +116,10 @@ def group_norm(
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in x's shape and dtype, computed in float32 or wider.
+      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes do not fit, or numbers are out of range.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
@@ -144,22 +145,21 @@ def group_norm_backward(
     with means over each group of an example, and sums over the examples and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias). This function computes the statistics from x. If `group_norm` is differentiated, it saves
-      them.
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. This function
+      computes the statistics from x. If `group_norm` is differentiated, it saves them.
 
     Raises:
       TypeError, ValueError: as in `group_norm`.
     """
-    op = "group_norm_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    (*arrays, dy), options = _check(op, num_groups, epsilon, channel_axis, x, scale, dy=dy)
+    (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)
     dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)
-    return dx.reshape(x.shape), dscale.ravel(), dbias.ravel()
+    scale = x if scale is None else scale
+    return in_dtypes_of((x, scale, scale), (dx.reshape(x.shape), dscale.ravel(), dbias.ravel()))
 
 
-def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, dy=None):
+def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, **dy):
     """Return x, scale, bias, and dy if it is given, with an axis of groups, and the options of the pair."""
-    (x,) = checks.floating(op, x=x)
+    x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
     axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
@@ -168,12 +168,12 @@ def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, dy=None):
     channels, groups = x.shape[axis], checks.count(op, "num_groups", num_groups)
     if channels % groups:
         raise ValueError(f"{op}: num_groups is {groups}; wants a divisor of the number of channels, {channels}")
-    if dy is not None:
-        checks.shape(op, "dy", dy, *x.shape)
+    if dy:
+        checks.shape(op, "dy", *dy, *x.shape)
 
     def grouped(a):
         sizes = a.shape if a.ndim == x.ndim else [channels if i == axis else 1 for i in range(x.ndim)]
         return a.reshape(*sizes[:axis], groups, channels // groups, *sizes[axis + 1 :])
 
-    arrays = x, *checks.scale_and_bias(op, x, (channels,), scale, bias), *(() if dy is None else (dy,))
+    arrays = x, *checks.scale_and_bias(op, x, (channels,), scale, bias), *dy
     return [grouped(a) for a in arrays], dict(axis=axis, epsilon=checks.number(op, "epsilon", epsilon, 0.0))

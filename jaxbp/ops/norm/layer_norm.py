@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, differentiable
 from jaxbp.sharding import batched
@@ -241,10 +242,10 @@ def layer_norm(
         the kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
 
     Returns:
-      y, in x's shape and dtype, computed in float32 or wider.
+      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes do not fit, or eps is not a number of at least 0.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
@@ -273,18 +274,19 @@ def layer_norm_backward(
       x, scale, eps, axis: as in the forward.
 
     Returns:
-      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias. Half precisions are summed in float32.
+      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. Half precisions
+      are summed in float32.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.
 
     Source: derived in docs/layer_norm.md, from the paper that `layer_norm` cites.
     """
-    op = "layer_norm_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    shape, (*arrays, dy) = _check(op, axis, eps, x, scale, dy=dy)
+    shape, (*arrays, dy) = _check("layer_norm_backward", axis, eps, x, scale, dy=dy)
     dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=eps, center=True, implementation=implementation)
-    return dx.reshape(shape), *(a.reshape(_row_shape(axis, shape)) for a in parameters)
+    gradients = dx.reshape(shape), *(a.reshape(_row_shape(axis, shape)) for a in parameters)
+    scale = x if scale is None else scale
+    return in_dtypes_of((x, scale, scale), gradients)
 
 
 def rms_norm(
@@ -306,7 +308,7 @@ def rms_norm(
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in x's shape and dtype, computed in float32 or wider.
+      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
 
     Raises:
       TypeError, ValueError: as in `layer_norm`.
@@ -342,29 +344,28 @@ def rms_norm_backward(
     Raises:
       TypeError, ValueError: as in `layer_norm`.
     """
-    op = "rms_norm_backward"
-    dy, x = checks.floating(op, dy=dy, x=x)
-    shape, (x, scale, _, dy) = _check(op, axis, eps, x, scale, dy=dy)
-    dx, dscale = _RMS_NORM.vjp(dy, x, scale, None, eps=eps, center=False, implementation=implementation)
-    return dx.reshape(shape), dscale.reshape(_row_shape(axis, shape))
+    shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
+    dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
+    gradients = dx.reshape(shape), dscale.reshape(_row_shape(axis, shape))
+    return in_dtypes_of((x, x if scale is None else scale), gradients)
 
 
-def _check(op, axis, eps, x, scale, bias=None, dy=None):
+def _check(op, axis, eps, x, scale, bias=None, **dy):
     """Return x's shape, and x, scale, bias, and dy if it is given, with the axes of a row combined to one."""
-    (x,) = checks.floating(op, x=x)
+    x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):
         raise ValueError(f"{op}: axis is {axis!r}; wants the last axis or several last axes")
-    if dy is not None:
-        checks.shape(op, "dy", dy, *x.shape)
+    if dy:
+        checks.shape(op, "dy", *dy, *x.shape)
     size = x.shape[axes[0] :] if x.ndim else (1,)
-    arrays = dict(x=x, dy=dy) if dy is not None else dict(x=x)
+    arrays = [x, *dy]
     if len(axes) > 1:
-        arrays = {name: a.reshape(*a.shape[: axes[0]], math.prod(size)) for name, a in arrays.items()}
-    check(op, eps, **arrays)
+        arrays = [a.reshape(*a.shape[: axes[0]], math.prod(size)) for a in arrays]
+    check(op, eps, x=arrays[0])
     parameters = checks.scale_and_bias(op, x, size, scale, bias)
-    first, *others = arrays.values()
-    return x.shape, (first, *(a.reshape(math.prod(size)) for a in parameters), *others)
+    rows, *dy = arrays
+    return x.shape, (rows, *(a.reshape(math.prod(size)) for a in parameters), *dy)
 
 
 def _row_shape(axis, shape):

@@ -25,6 +25,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.ops.dense.linear import forward_in_float32, linear, parameter_gradients_in_float32
 from jaxbp.ops.norm import layer_norm
@@ -293,10 +294,10 @@ def layer_norm_linear(
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      z, in x's dtype.
+      z, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes do not fit, or eps is not a number of at least 0.
     """
     op = "layer_norm_linear"
@@ -338,8 +339,8 @@ def layer_norm_linear_backward(
       x, scale, bias, w, eps: as in the forward.
 
     Returns:
-      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b. Half precisions are summed in
-      float32, except for db with "autodiff", which JAX sums in the half precision.
+      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b, where b has w's dtype. Half
+      precisions are summed in float32, except for db with "autodiff", which JAX sums in the half precision.
 
     Raises:
       TypeError, ValueError: as in `layer_norm_linear`.
@@ -347,9 +348,10 @@ def layer_norm_linear_backward(
     Source: docs/layer_norm.md; for the products, see `linear_backward`.
     """
     op = "layer_norm_linear_backward"
+    arguments = x, scale, bias, w, w  # b has the dtype of w
     dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)
     checks.shape(op, "w", w, "out", x.shape[-1])
     checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])
     b = jnp.zeros(w.shape[:1], w.dtype)
     options = dict(eps=eps, precision=checks.precision(op, precision), implementation=implementation)
-    return _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options)
+    return in_dtypes_of(arguments, _LAYER_NORM_LINEAR.vjp(dy, x, scale, bias, w, b, **options))

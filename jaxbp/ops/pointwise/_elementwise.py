@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxbp.common import checks
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import XLA_ON_GPU
 from jaxbp.pairing import DefaultImplementation, Implementation, Pair, given_arguments
@@ -85,7 +86,7 @@ class Elementwise(Pair):
         op = self.vjp.name
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
-        return self.vjp(dy, *values, implementation=implementation, **options)
+        return _in_dtypes_of(arrays, self.vjp(dy, *values, implementation=implementation, **options))
 
 
 class WithNumber:
@@ -127,7 +128,12 @@ class WithNumber:
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *values[0].shape)
         *gradients, _ = self.of_array.vjp(dy, *values, value, implementation=implementation)
-        return tuple(gradients) if len(gradients) > 1 else gradients[0]
+        return _in_dtypes_of(arrays, tuple(gradients) if len(gradients) > 1 else gradients[0])
+
+
+def _in_dtypes_of(arrays, gradients):
+    arguments = tuple(arrays.values())
+    return in_dtypes_of(arguments if len(arguments) > 1 else arguments[0], gradients)
 
 
 def _of_full_rank(dy, *arrays):

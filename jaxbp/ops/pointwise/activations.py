@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
 from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
@@ -45,19 +46,21 @@ def relu_backward(
 
     Args:
       dy: gradient with respect to y.
-      x: the input of the forward, in dy's shape and dtype.
+      x: the input of the forward, in dy's shape.
 
     Returns:
-      dx, in the same shape and dtype.
+      dx, in x's shape and dtype.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes differ.
+      TypeError: an argument is not floating.
+      ValueError: the shapes differ.
     """
     return _RELU.backward_of(implementation, dy, {"x": x})
 
 
 # All other functions accept any shape and floating dtype (kernels: float32, bfloat16, float16), compute half precisions
-# in float32, and return x's dtype. Other dtypes raise a TypeError, and shapes that do not fit a ValueError.
+# in float32, and promote the dtypes of several arguments as `jax.numpy` does. Other dtypes raise a TypeError, and
+# shapes that do not fit a ValueError.
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
@@ -366,8 +369,8 @@ def softmax_backward(
     implementation: Implementation = None,
 ) -> Floats:
     """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x, without rounding to x's dtype."""
-    dy, x, where, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
-    return _SOFTMAX.vjp(dy, x, where, implementation=implementation, axis=axis)
+    *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
+    return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
 
 def log_softmax(
@@ -397,8 +400,8 @@ def log_softmax_backward(
 ) -> Floats:
     """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, where both dy of an excluded element and its dx are 0.
     It computes y from x, without rounding to x's dtype."""
-    dy, x, where, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
-    return _LOG_SOFTMAX.vjp(dy, x, where, implementation=implementation, axis=axis)
+    *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
+    return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
 
 def _check(op, axis, where, **arrays):

@@ -1,10 +1,11 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function takes `x1` and `x2` of one floating dtype, in shapes that broadcast (aligned from the right). One of them
-may be a Python number, which gets the dtype of the other. The result has that dtype. `implementation` is "pallas",
-"xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`, the gradient with respect to
-the result. A backward returns `(dx1, dx2)`. Each has the shape of its argument, and is summed over the axes along which
-the argument is broadcast. Invalid arguments raise a TypeError or a ValueError.
+Every function takes floating `x1` and `x2` in shapes that broadcast (aligned from the right). One of them may be a
+number. The result has the dtype to which `jax.numpy` promotes both, so a Python number gets the dtype of the other
+argument. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward
+is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`. Each has the shape and dtype of its
+argument, and is summed over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import math
@@ -151,16 +152,17 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names. A Python number gets the dtype of the other argument. So does an array that a
-    transformation made from a Python number, if the other argument has a dtype of its own."""
+    """Return x1 and x2 by their names. A number gets the dtype to which `jax.numpy` promotes both arguments. So does an
+    array that a transformation made from a Python number."""
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
-    if not arrays:
-        return {"x1": x1, "x2": x2}
-    dtype = next((x.dtype for x in arrays if not _adapts(x)), arrays[0].dtype)
-    return {name: jnp.asarray(x, dtype) if _adapts(x) else x for name, x in (("x1", x1), ("x2", x2))}
+    if arrays and any(map(_is_number, (x1, x2))):
+        is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
+        dtype = jnp.result_type(x1, x2) if is_floating else None
+        x1, x2 = (jnp.asarray(x, dtype) if _is_number(x) else x for x in (x1, x2))
+    return {"x1": x1, "x2": x2}
 
 
-def _adapts(x):
+def _is_number(x):
     return checks.is_number(x) or (isinstance(x, Array) and jax.typeof(x).weak_type)
 
 

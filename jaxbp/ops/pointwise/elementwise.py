@@ -2,8 +2,8 @@
 
 Every function takes `x` of any shape and floating dtype and returns an array of the same shape and dtype.
 `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`,
-the gradient with respect to the result, in the same shape and dtype. Invalid arguments raise a TypeError or a
-ValueError.
+the gradient with respect to the result, in the same shape. A backward returns dx, in x's dtype. Invalid arguments raise
+a TypeError or a ValueError.
 """
 
 import math

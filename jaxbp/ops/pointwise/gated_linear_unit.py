@@ -76,14 +76,15 @@ def gated_linear_unit(
     """Gated linear unit, `y = activation(gate) up`, element by element.
 
     Args:
-      gate: the input of the activation, in any shape and floating dtype.
+      gate: the input of the activation, in any shape.
       up: the other factor, in the same shape.
       activation: "silu" for SwiGLU, "gelu" or "gelu_exact" for GEGLU, "relu" for ReGLU, or "sigmoid" for GLU. "gelu" is
         `gelu` with its tanh approximation, and "gelu_exact" is `gelu` without it.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Returns:
-      y, in the same shape and dtype. Half precisions are computed in float32 and rounded once.
+      y, in the same shape, and in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed
+      in float32 and rounded once.
 
     Raises:
       TypeError: an argument is not floating.
@@ -110,7 +111,7 @@ def gated_linear_unit_backward(
       (dgate, dup), in the shapes and dtypes of gate and up.
 
     Raises:
-      TypeError, ValueError: as in `gated_linear_unit`, or dy has another shape or dtype.
+      TypeError, ValueError: as in `gated_linear_unit`, or dy has another shape.
     """
     activation = _check("gated_linear_unit_backward", gate, up, activation)
     return _GATED_LINEAR_UNIT.backward_of(implementation, dy, {"gate": gate, "up": up}, activation=activation)

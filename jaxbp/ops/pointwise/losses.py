@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, Floats, Number
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import upcast
 from jaxbp.ops._defaults import AUTODIFF_ON_GPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
@@ -174,14 +175,20 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, **arrays):
-    """Check the arrays, given by their names for error messages, and call `op`, a loss or the backward of a loss."""
+    """Check the arrays, given by their names for error messages, and call the loss `op`."""
     return op(*_checked(op.name, **arrays).values(), implementation=implementation)
 
 
-def _checked(op, **arrays):
-    """Return the arrays by their names, after checking them.
+def _loss_backward(op, implementation, dy, **arrays):
+    """Check the arrays, given by their names for error messages, and call `op`, the backward of a loss."""
+    gradients = op(*_checked(op.name, dy=dy, **arrays).values(), implementation=implementation)
+    return in_dtypes_of(tuple(arrays.values()), gradients)
 
-    All arrays must have one floating dtype and one shape, except `dy`, which has the shape of the loss.
+
+def _checked(op, **arrays):
+    """Return the arrays by their names, promoted to one dtype, after checking them.
+
+    All arrays must have one shape, except `dy`, which has the shape of the loss.
     """
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
@@ -204,7 +211,7 @@ def mean_squared_error(
     """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
 
     Raises:
-      TypeError: the arguments do not have one floating dtype.
+      TypeError: an argument is not floating.
       ValueError: shapes differ. Nothing is broadcast.
     """
     return _loss(_MEAN_SQUARED_ERROR, implementation, predictions=predictions, targets=targets)
@@ -215,7 +222,7 @@ def mean_squared_error_backward(
 ) -> Gradients:
     """Gradients of `mean_squared_error`: `dpredictionsᵢ = 2/n dy (predictionsᵢ - targetsᵢ)`, and
     `dtargets = -dpredictions`."""
-    return _loss(_MEAN_SQUARED_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
+    return _loss_backward(_MEAN_SQUARED_ERROR.vjp, implementation, dy, predictions=predictions, targets=targets)
 
 
 def mean_absolute_error(
@@ -234,7 +241,7 @@ def mean_absolute_error_backward(
 ) -> Gradients:
     """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, and
     `dtargets = -dpredictions`. Both are 0 where prediction and target are equal."""
-    return _loss(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy=dy, predictions=predictions, targets=targets)
+    return _loss_backward(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy, predictions=predictions, targets=targets)
 
 
 def huber(
@@ -260,8 +267,9 @@ def huber_backward(
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`."""
-    arrays = _checked("huber_backward", dy=dy, predictions=predictions, targets=targets)
-    return _HUBER.backward_of(implementation, arrays.pop("dy"), arrays, delta, low=0.0)
+    arrays = dict(predictions=predictions, targets=targets)
+    dy = _checked("huber_backward", dy=dy, **arrays)["dy"]
+    return _HUBER.backward_of(implementation, dy, arrays, delta, low=0.0)
 
 
 def binary_cross_entropy(
@@ -292,7 +300,7 @@ def binary_cross_entropy_backward(
     and dy times `-1 / p` for y = 1. With respect to y, the gradient is `dy (ln(1 - p) - ln p)`, which is infinite at
     p = 0 and p = 1.
     """
-    return _loss(_BINARY_CROSS_ENTROPY.vjp, implementation, dy=dy, probabilities=probabilities, labels=labels)
+    return _loss_backward(_BINARY_CROSS_ENTROPY.vjp, implementation, dy, probabilities=probabilities, labels=labels)
 
 
 def sigmoid_binary_cross_entropy(
@@ -308,9 +316,9 @@ def sigmoid_binary_cross_entropy(
 
     Args:
       logits: x.
-      labels: y, in [0, 1]. Integers and booleans are converted to the dtype of the logits.
-      pos_weight: w, the weight of positive labels: a number, or an array in the dtype of the logits that broadcasts to
-        them, such as one weight per class. None is 1.
+      labels: y, in [0, 1], converted to the dtype of the logits. They may be integers or booleans.
+      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits, such as one
+        weight per class. None is 1.
       implementation: "pallas", "xla", "autodiff", or None for the fastest.
 
     Raises:
@@ -335,25 +343,24 @@ def sigmoid_binary_cross_entropy_backward(
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
     vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
-    return vjp(*arrays, implementation=implementation)[:2]
+    return in_dtypes_of((logits, labels), vjp(*arrays, implementation=implementation)[:2])
 
 
 def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
     """Return the checked arrays. The last one is pos_weight, unless it is None."""
-    if hasattr(labels, "dtype") and (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
-        (logits,) = checks.floating(op, logits=logits)
-        labels = jnp.asarray(labels, logits.dtype)
-    arrays = _checked(op, **dy, logits=logits, labels=labels)
-    logits = arrays["logits"]
-    if checks.is_number(pos_weight):
-        pos_weight = jnp.asarray(pos_weight, logits.dtype)
+    (logits,), labels = checks.floating(op, logits=logits), checks.array(op, "labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
+        (labels,) = checks.floating(op, labels=labels)
+    arrays = _checked(op, **dy, logits=logits, labels=labels.astype(logits.dtype))
     if pos_weight is None:
         return tuple(arrays.values())
-    _, pos_weight = checks.floating(op, logits=logits, pos_weight=pos_weight)
+    if checks.is_number(pos_weight):
+        pos_weight = jnp.asarray(pos_weight, logits.dtype)
+    *arrays, pos_weight = checks.floating(op, **arrays, pos_weight=pos_weight)
     if checks.broadcast(op, logits=logits, pos_weight=pos_weight) != logits.shape:
         got = f"{op}: pos_weight has shape {pos_weight.shape}"
         raise ValueError(f"{got}; wants a shape that broadcasts to the logits', {logits.shape}")
-    return *arrays.values(), pos_weight
+    return *arrays, pos_weight
 
 
 def kl_divergence(
@@ -389,4 +396,4 @@ def kl_divergence_backward(
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
     """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`. dp_k is infinite where p_k is
     0."""
-    return _loss(_KL_DIVERGENCE.vjp, implementation, dy=dy, log_predictions=log_predictions, targets=targets)
+    return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

@@ -4,8 +4,8 @@ Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy
 all) and `keepdims` (whether the reduced axes stay, with size 1). `where` is a boolean array that broadcasts to a, or
 None. Excluded elements have a gradient of 0, even if they are NaN. The functions return an array in a's dtype. Half
 precisions are summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every
-backward takes `dy`, the gradient with respect to the result, and returns `da`. Invalid arguments raise a TypeError or a
-ValueError.
+backward takes `dy`, the gradient with respect to the result, and returns `da`, in a's dtype. Invalid arguments raise a
+TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats
+from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import select, upcast
 from jaxbp.ops.pointwise._reductions import LOGSUMEXP, MAX, MEAN, MIN, SUM, VAR, count_of, included_count
 from jaxbp.pairing import Implementation
@@ -39,17 +40,20 @@ def _reduce(op, implementation, a, axis, keepdims, where, **options):
 
 
 def _backward(op, implementation, dy, a, axis, keepdims, where, **options):
+    given = a
     dy, a = checks.floating(op.name, dy=dy, a=a)
     axis, where = checks.axes(op.name, axis, a.ndim), checks.mask(op.name, where, a.shape)
     reduced = (1 if i in axis else size for i, size in enumerate(a.shape) if keepdims or i not in axis)
     checks.shape(op.name, "dy", dy, *reduced)
     options = dict(axis=axis, keepdims=bool(keepdims), shape=a.shape, implementation=implementation) | options
     if op not in (SUM.vjp, MEAN.vjp):
-        return op(dy, a, where, **options)
-    if where is None:
-        return op(dy, **options)
-    share = upcast(dy) / _divisor(op, where, a.shape, axis, keepdims)
-    return select(where, SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
+        da = op(dy, a, where, **options)
+    elif where is None:
+        da = op(dy, **options)
+    else:
+        share = upcast(dy) / _divisor(op, where, a.shape, axis, keepdims)
+        da = select(where, SUM.vjp.named(op.name)(share, **options).astype(dy.dtype), 0)
+    return in_dtypes_of(given, da)
 
 
 def _divisor(op, where, shape, axis, keepdims):

@@ -1,9 +1,22 @@
-"""Every op of the table where JAX is told to promote neither ranks nor dtypes."""
+"""Every op of the table with arrays of two dtypes, and where JAX is told to promote neither ranks nor dtypes."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import ENTRIES, every_implementation, op_of, results_of, value_and_gradients
+from helpers import (
+    ENTRIES,
+    drawn,
+    every_implementation,
+    floats,
+    normal,
+    op_of,
+    results_of,
+    value_and_gradients,
+    with_floats,
+)
 
 import jaxbp
 from jaxbp.common.checks import KERNEL_DTYPES
@@ -38,8 +51,93 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
         getattr(jaxbp, name)(jnp.ones((2, 3)), jnp.ones(3), implementation="xla")
 
 
-@every_implementation
-def test_mixed_dtypes_are_refused(implementation):
-    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((4, 3))
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(TypeError, match="dtype"):
-        jaxbp.linear(x, w, implementation=implementation)
+# --------------------------------------------------------------------------------------------------------- two dtypes
+
+HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
+LOGIC = ("gate_layer", "logic_conv2d", "automaton")
+"""Prefixes of ops whose logits have a dtype of their own, and whose results have the dtype of x or of the state."""
+CONVERTED = ("sigmoid_binary_cross_entropy",)
+"""Ops that convert labels to the dtype of the logits, as Optax does."""
+WITHOUT_ARGUMENT = ("conv2d_backward_input", "conv2d_backward_weights")
+"""Backwards that do not take the array whose gradient they return."""
+
+
+def mixed(tree, *dtypes):
+    """Return the pytree with these dtypes for its floating arrays. The last dtype is repeated."""
+    arrays = floats(tree)
+    dtypes = (*dtypes, *dtypes[-1:] * len(arrays))
+    return with_floats(tree, [_of_dtype(a, dtype) for a, dtype in zip(arrays, dtypes, strict=False)])
+
+
+def _of_dtype(a, dtype):
+    return jax.ShapeDtypeStruct(a.shape, dtype) if isinstance(a, jax.ShapeDtypeStruct) else a.astype(dtype)
+
+
+def dtypes_of(tree):
+    return [a.dtype for a in floats(tree)]
+
+
+def assert_dtypes(name, results, arrays):
+    """Assert that the results of a function are promoted, or that the results of a backward have the dtypes of the
+    arguments after dy. The gradient of a bias that is no argument has the dtype of the argument before it."""
+    if "_backward" not in name or name in WITHOUT_ARGUMENT:
+        assert set(dtypes_of(results)) == {FULL}
+    else:
+        _, *dtypes = dtypes_of(arrays)
+        assert dtypes_of(results) == (dtypes + dtypes[-1:])[: len(floats(results))]
+
+
+SEVERAL = [name for name, entry in ENTRIES.items() if len(entry.small.floats) > 1]
+several = pytest.mark.parametrize("name", SEVERAL)
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if not name.startswith(LOGIC + CONVERTED)])
+def test_arrays_of_two_dtypes_are_promoted_as_if_by_hand(name):
+    op, arrays = op_of(name, None, "xla"), mixed(drawn(name)[0], HALF, FULL, HALF)
+    results, by_hand = floats(op(*arrays)), floats(op(*mixed(arrays, FULL)))
+    assert_dtypes(name, results, arrays)
+    for result, wanted in zip(results, by_hand, strict=True):
+        np.testing.assert_array_equal(result, wanted.astype(result.dtype))
+
+
+@several
+def test_each_gradient_has_the_dtype_of_its_argument(name):
+    op, arrays = op_of(name, None, None), mixed(ENTRIES[name].small.structs(), FULL, HALF)
+    results = results_of(op, arrays)
+    if not name.startswith(LOGIC) or "_backward" in name:
+        assert_dtypes(name, results, arrays)
+    _, gradients = jax.eval_shape(value_and_gradients(op), arrays, results)
+    assert dtypes_of(gradients) == dtypes_of(arrays)
+
+
+@several
+def test_two_dtypes_are_refused_as_by_jax_under_strict_promotion(name):
+    arrays = mixed(ENTRIES[name].small.structs(), FULL, HALF)
+    op = functools.partial(jax.eval_shape, op_of(name, None, "xla"), *arrays)
+    with jax.numpy_dtype_promotion("strict"):
+        if name.startswith(LOGIC + CONVERTED) and len(floats(arrays)) == 2:
+            op()  # nothing is promoted
+        else:
+            with pytest.raises(jax.dtypes.TypePromotionError, match="no available implicit dtype promotion path"):
+                op()
+
+
+def test_gradients_are_those_of_promoted_arguments_under_jit_and_vmap():
+    x, w, b, dy = normal((2, 3, 4), (5, 4), (5,), (2, 3, 5))
+    x, b = x.astype(HALF), b.astype(jnp.float16)
+
+    def gradients(x, w, b, dy):
+        return jax.vjp(functools.partial(jaxbp.linear, implementation="xla"), x, w, b)[1](dy)
+
+    mapped = jax.jit(jax.vmap(gradients, in_axes=(0, None, None, 0)))
+    found, by_hand = mapped(x, w, b, dy), mapped(x.astype(FULL), w, b.astype(FULL), dy)
+    assert dtypes_of(found) == [HALF, FULL, jnp.float16]
+    for gradient, wanted in zip(found, by_hand, strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (gradient, wanted)), rtol=1e-2)
+
+
+def test_transposes_of_a_linear_op_have_the_dtypes_of_its_arguments():
+    x, w, dy = jnp.ones((2, 3), HALF), jnp.ones((4, 3)), jnp.ones((2, 4))
+    linear = functools.partial(jaxbp.linear, implementation="xla")
+    assert dtypes_of(jax.linear_transpose(lambda x: linear(x, w), x)(dy)) == [HALF]
+    assert dtypes_of(jax.linear_transpose(lambda w: linear(x, w), w)(dy)) == [FULL]

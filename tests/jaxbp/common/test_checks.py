@@ -19,11 +19,14 @@ def refuses(error, message, check, *args, **kwargs):
         check("op", *args, **kwargs)
 
 
-def test_arrays_are_of_one_floating_dtype_and_a_bias_may_be_none():
+def test_floating_arrays_are_promoted_and_a_bias_may_be_none():
     x, b = checks.floating("op", x=np.ones(2, np.float32), b=None)
     assert isinstance(x, jax.Array) and b is None
     one, half, whole = jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32)
-    refuses(TypeError, "op: w has dtype bfloat16; wants float32, the dtype of x", checks.floating, x=one, w=half)
+    assert [a.dtype for a in checks.floating("op", x=half, w=one)] == [jnp.float32] * 2
+    assert [a.dtype for a in checks.floating("op", x=half, w=half.astype(jnp.float16))] == [jnp.float32] * 2
+    number = jnp.asarray(2.0)  # weakly typed, like a Python number
+    assert [a.dtype for a in checks.floating("op", x=half, w=number)] == [jnp.bfloat16] * 2
     message = "op: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)"
     refuses(TypeError, message, checks.floating, x=whole)
     refuses(TypeError, "op: x is a NoneType; wants an array", checks.floating, x=None)

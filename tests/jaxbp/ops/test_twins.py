@@ -24,7 +24,9 @@ from helpers import (
     normal,
     of_floats,
     on_the_cpu,
+    results_of,
     value_and_gradients,
+    with_floats,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -322,6 +324,21 @@ def test_values_and_gradients_are_the_twins(name, implementation):
     for i in case.masked[: len(gradients)]:  # where Optax multiplies the logarithms by 0, its gradients are NaN
         twins_gradients[i] = jnp.where(_included(case, twins_gradients[i]), twins_gradients[i], 0)
     assert_close((_finite(y[0]), gradients), (_finite(twins_y[0]), twins_gradients), "float32")
+
+
+SLOPES = ("leaky_relu", "elu")
+"""Ops in which a number does not change the dtype, also if it is an array, as the book says."""
+FLOAT_LABELS = Case(jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, WEIGHTS))
+
+
+def test_arrays_of_two_dtypes_give_the_dtypes_that_the_twin_gives():
+    for name, case in {**CASES, "float labels": FLOAT_LABELS}.items():
+        first, *others = floats(case.arrays)
+        if others and name not in SLOPES:
+            arrays = with_floats(case.arrays, [first.astype(jnp.bfloat16), *others])
+            ours = functools.partial(case.ours, implementation="xla")
+            ours, twins = (results_of(function, arrays) for function in (ours, case.twin))
+            assert [a.dtype for a in ours] == [a.dtype for a in twins], name
 
 
 def _included(case, a):

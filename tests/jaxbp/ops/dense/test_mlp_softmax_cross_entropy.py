@@ -164,11 +164,6 @@ REFUSED = {
         TypeError,
         "labels has dtype float32; wants integers, one class per example",
     ),
-    "another dtype": (
-        (X.astype(jnp.bfloat16), LABELS, *LAYERS),
-        TypeError,
-        "layers[0] has dtype float32; wants bfloat16, the dtype of x",
-    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Arithmetic: the gradients that each docstring states, at ordinary numbers, at singular points, and broadcast."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,5 +63,13 @@ def test_what_does_not_fit_is_named():
         jaxbp.add(jnp.ones(2), jnp.ones(3))
     with pytest.raises(ValueError, match="add_backward: dy has shape"):
         jaxbp.add_backward(jnp.ones(3), jnp.ones(2), jnp.ones(2))
-    with pytest.raises(TypeError, match=r"multiply: .*x2"):
-        jaxbp.multiply(jnp.ones(2), jnp.ones(2, jnp.int32))
+    for number in (jnp.ones(2), 2.0):
+        with pytest.raises(TypeError, match=r"multiply: x2 has dtype int32; wants a floating dtype"):
+            jaxbp.multiply(number, jnp.ones(2, jnp.int32))
+
+
+def test_numbers_are_promoted_as_by_jax():
+    x = jnp.ones(2, jnp.bfloat16)
+    for number in (2, 2.0, np.float64(2), np.float32(2), jnp.float32(2), jnp.asarray(2.0)):
+        for add in (jaxbp.add, jax.jit(jaxbp.add)):
+            assert add(x, number).dtype == jnp.add(x, number).dtype, repr(number)
