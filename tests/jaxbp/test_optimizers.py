@@ -122,12 +122,25 @@ def test_half_precisions_are_computed_in_float32(eps, dtype):
             check(jax.block_until_ready(results), wanted, 2e-2)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "autodiff", None, "pallas"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @every_pair
 def test_off_a_gpu_every_implementation_is_optaxs(name, implementation):
     make, _ = PAIRS[name]
     with on_the_cpu():
         check(steps_of(make(implementation=implementation), SHAPES), optaxs_steps(name), 5e-7)
+
+
+@pytest.mark.parametrize("implementation", ["autodiff", None])
+@every_pair
+def test_off_a_gpu_every_implementation_but_the_kernel_is_the_same_program(name, implementation):
+    make, _ = PAIRS[name]
+
+    def program(implementation):
+        optimizer, params = make(implementation=implementation), drawn(SHAPES)
+        return str(jax.make_jaxpr(functools.partial(apply, optimizer))(params, optimizer.init(params), params))
+
+    with on_the_cpu():
+        assert program(implementation) == program("xla")
 
 
 @every_pair

@@ -464,8 +464,11 @@ def test_half_precisions_stay_and_match_float32(family, implementation):
 
 
 @pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@ours
+@pytest.mark.parametrize(
+    ("implementation", "axes"),
+    [("pallas", AxisType.Auto), ("pallas", AxisType.Explicit), ("xla", AxisType.Explicit)],  # XLA partitions formulas
+    ids=["pallas-automatic", "pallas-explicit", "xla-explicit"],
+)
 @every_family
 def test_on_a_mesh_the_results_are_those_of_one_device(family, implementation, axes):
     mesh = jax.make_mesh((EXAMPLES,), ("examples",), axis_types=(axes,))
