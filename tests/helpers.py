@@ -132,6 +132,33 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
     assert_close(gradients, numerical_gradients(op, arrays, cotangents, step), 1e-3)
 
 
+def assert_second_derivatives_match_differences(functions, values):
+    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences in float64.
+
+    `functions` maps names to functions from floating arrays to lists of results, and `values` maps the names to the
+    arrays. All functions are compiled as one program.
+    """
+    random, step = np.random.default_rng(0), 1e-5
+
+    def derivatives(function, values, direction):
+        loss = lambda values: sum(jnp.sum(jnp.sin(y)) for y in function(*values))  # noqa: E731
+        (value, gradient), vjp = jax.vjp(jax.value_and_grad(loss), values)
+        return value, gradient, *vjp((jnp.zeros_like(value), direction))
+
+    with jax.enable_x64(True):
+        values = {name: [np.asarray(a, np.float64) for a in arrays] for name, arrays in values.items()}
+        direction = jax.tree.map(lambda a: random.standard_normal(a.shape), values)
+        run = jax.jit(lambda values: {n: derivatives(f, values[n], direction[n]) for n, f in functions.items()})
+        moved = [jax.tree.map(lambda a, d, by=by: a + by * d, values, direction) for by in (0, step, -step)]
+        here, ahead, behind = (jax.tree.map(np.asarray, run(values)) for values in moved)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    for name, (_, gradient, product) in here.items():
+        (value_ahead, after, _), (value_behind, before, _) = ahead[name], behind[name]
+        close(dot(gradient, direction[name]), (value_ahead - value_behind) / (2 * step), err_msg=name)
+        for p, a, b in zip(product, after, before, strict=True):
+            close(p, (a - b) / (2 * step), err_msg=name)
+
+
 def on_the_cpu():
     """Return a context that computes on the CPU, even on a machine with a GPU.
 
@@ -210,17 +237,17 @@ def relative_error(a, reference):
     return np.inf if np.isnan(error) else error
 
 
-def assert_close(actual, reference, tolerance):
+def assert_close(actual, reference, tolerance, label=""):
     """Assert that the arrays agree up to a relative error in norm.
 
-    `tolerance` is a number, or the name of the dtype that was computed in.
+    `tolerance` is a number, or the name of the dtype that was computed in. The error of a failure has the label.
     """
     limit = TOLERANCE[jnp.dtype(tolerance).name] if isinstance(tolerance, str) else tolerance
     actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
-    assert len(actual) == len(reference)
+    assert len(actual) == len(reference), label
     for a, r in zip(actual, reference, strict=True):
-        assert a.shape == r.shape
-        assert relative_error(a, r) < limit
+        assert a.shape == r.shape, label
+        assert relative_error(a, r) < limit, label
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels

@@ -95,11 +95,13 @@ def test_forward_mode_works_or_names_the_op_of_the_table(name):
         return jax.jit(lambda *values: jax.jvp(op, values, tuple(map(jnp.cos, values)))[1])
 
     try:
-        found = product("xla")(*values)
+        product("xla").lower(*values)
     except TypeError as error:
         assert str(error).startswith(f"{name}: has no forward mode") and "autodiff" in str(error)
     else:
-        assert_close(found, product("autodiff")(*values), 1e-4)
+        # Second derivatives in reverse mode, which are tested elsewhere, transpose the forward mode of backwards.
+        if "_backward" not in name:
+            assert_close(product("xla")(*values), product("autodiff")(*values), 1e-4)
 
 
 # -------------------------------------------------------------------------------------------------- linear functions

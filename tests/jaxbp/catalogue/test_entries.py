@@ -13,6 +13,7 @@ from helpers import (
     ENTRIES,
     TOLERANCE,
     assert_close,
+    assert_second_derivatives_match_differences,
     case_of,
     compiled,
     cuda_program,
@@ -35,7 +36,6 @@ from helpers import (
 )
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
 
 import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
@@ -140,12 +140,12 @@ def test_forward_over_reverse_equals_reverse_over_reverse(name):
 
 
 @every_pair
-def test_check_grads_to_second_order(name):
-    # Kernels do not support float64, and the steps of `check_grads` are too small for float32.
+def test_first_and_second_derivatives_of_formulas_match_finite_differences(name):
+    # Kernels do not support float64, in which differences are exact.
     with jax.enable_x64(True):
         arrays, _ = drawn(name, dtype="float64")
-        function = jax.jit(of_floats(op_of(name, None, "xla"), arrays))
-        check_grads(function, floats(arrays), order=2, modes=("rev",))
+    function = of_floats(op_of(name, None, "xla"), arrays)
+    assert_second_derivatives_match_differences({name: function}, {name: floats(arrays)})
 
 
 # ---------------------------------------------------------------------------------------------- comparison with float64
@@ -354,6 +354,8 @@ def test_unknown_implementation_is_refused(name):
 
 @every_pair_of_ours
 def test_without_jit_the_gradients_are_the_same(name, implementation):
+    if (name, implementation) == ("automaton_step", "xla"):
+        return  # JAX compiles each operation on its own, and nearly all are also operations of gate_layer
     arrays, cotangents = drawn(name)
     _, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")
@@ -404,8 +406,9 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @every_pair_of_ours
 def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
-    if implementation == "xla" and axes == AxisType.Auto:
-        return  # XLA partitions formulas
+    # On explicit axes, an op computes as on automatic axes. XLA partitions formulas.
+    if axes == AxisType.Auto and (implementation, name) not in (("pallas", "layer_norm"), ("pallas", "gate_layer")):
+        return
     mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=16)

@@ -15,6 +15,7 @@ import pytest
 from helpers import (
     ENTRIES,
     assert_close,
+    assert_second_derivatives_match_differences,
     case_of,
     cuda_program,
     dot,
@@ -149,40 +150,19 @@ def test_half_precisions_match_float64_and_stay(family, implementation, dtype):
 
 
 def _check(name, result, reference, tolerance):
-    try:
-        assert_close(result[:2], reference[:2], tolerance)
-        if len(result) > 2:
-            # A public backward returns no gradient for arguments that have none.
-            assert_close(result[2], reference[3][: len(result[2])], tolerance)
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from error
+    assert_close(result[:2], reference[:2], tolerance, name)
+    if len(result) > 2:
+        # A public backward returns no gradient for arguments that have none.
+        assert_close(result[2], reference[3][: len(result[2])], tolerance, name)
 
 
 @every_family
 def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
     # The derivative of a kernel is the formula's. The tests of the ops that are tested in full show this.
     with jax.enable_x64(True):
-        at, direction, step = drawn_family(family, "float64"), directions(family, "float64"), 1e-5
-        values = {name: floats(arrays) for name, (arrays, _) in at.items()}
-
-        def derivatives(name, values):
-            function = of_floats(op_of(name, None, "xla"), at[name][0])
-            loss = lambda values: sum(jnp.sum(jnp.sin(y)) for y in function(*values))  # noqa: E731
-            (value, gradient), vjp = jax.vjp(jax.value_and_grad(loss), values)
-            return value, gradient, *vjp((jnp.zeros_like(value), direction[name]))
-
-        run = jax.jit(lambda all_values: {name: derivatives(name, values) for name, values in all_values.items()})
-
-        def move(by):
-            return {n: [a + by * d for a, d in zip(v, direction[n], strict=True)] for n, v in values.items()}
-
-        here, ahead, behind = (run(move(by)) for by in (0, step, -step))
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-        for name, (_, gradient, product) in here.items():
-            (value_ahead, after, _), (value_behind, before, _) = ahead[name], behind[name]
-            close(dot(gradient, direction[name]), (value_ahead - value_behind) / (2 * step), err_msg=name)
-            for p, a, b in zip(product, after, before, strict=True):
-                close(p, (a - b) / (2 * step), err_msg=name)
+        arrays = {name: arrays for name, (arrays, _) in drawn_family(family, "float64").items()}
+    functions = {name: of_floats(op_of(name, None, "xla"), a) for name, a in arrays.items()}
+    assert_second_derivatives_match_differences(functions, {name: floats(a) for name, a in arrays.items()})
 
 
 # -------------------------------------------------------------------------------------------------------- at real sizes

@@ -1,4 +1,7 @@
-"""Ops with the arguments of their twins in JAX, Optax, and Flax, and with values and gradients that agree with them."""
+"""Ops with the arguments of their twins in JAX, Optax, and Flax, and with values and gradients that agree with them.
+
+Each family of cases is compiled as one program, because one small program per case would take several times as long.
+"""
 
 import dataclasses
 import functools
@@ -16,6 +19,7 @@ import pytest
 from flax import nnx
 from helpers import (
     assert_close,
+    assert_second_derivatives_match_differences,
     cuda_program,
     draw_cotangents,
     every_implementation,
@@ -24,13 +28,13 @@ from helpers import (
     normal,
     of_floats,
     on_the_cpu,
+    ours,
     results_of,
     value_and_gradients,
     with_floats,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
 
 import jaxbp
 
@@ -81,7 +85,7 @@ def smoothed(logits, labels, where=None):
     return float_labels(logits, optax.smooth_labels(labels, 0.1, where=where), where=where)
 
 
-CASES = {
+LOSSES_AND_ACTIVATIONS = {
     "classes": Case(cross_entropy, integer_labels, (X, CLASSES)),
     "classes, where": Case(
         lambda x, y, where, **i: cross_entropy(x, y, where=where, **i),
@@ -195,7 +199,7 @@ def batch_norms(**keywords):
     )
 
 
-CASES |= {
+NORMS_AND_DROPOUT = {
     "layer_norm, axes": Case(
         lambda *a, **i: jaxbp.layer_norm(*a, axis=(-2, -1), **i),
         lambda x, scale, bias: jax.nn.standardize(x, axis=(1, 2), epsilon=1e-5) * scale + bias,
@@ -268,62 +272,90 @@ def numbers(name):
     )
 
 
-for _name in ("softmax", "log_softmax"):
-    CASES |= {f"{_name}, {axis}": softmaxes(_name, axis) for axis in (-1, (1, 2), None)}
-for _name, _options in {
-    "sum": {},
-    "mean": {},
-    "logsumexp": {},
-    "var": dict(ddof=1),
-    "max": dict(initial=0.2),
-    "min": dict(initial=-0.2),
-}.items():
-    CASES |= {f"{_name}, {axis}": reductions(_name, axis=axis, **_options) for axis in (2, None)}
-    CASES[f"{_name}, keepdims"] = reductions(_name, axis=(1, -1), keepdims=True, **_options)
-CASES |= {
+SOFTMAXES = {
+    f"{name}, {axis}": softmaxes(name, axis) for name in ("softmax", "log_softmax") for axis in (-1, (1, 2), None)
+}
+REDUCTIONS = {
+    f"{name}, {axis_name}": reductions(name, **axis, **options)
+    for name, options in {
+        "sum": {},
+        "mean": {},
+        "logsumexp": {},
+        "var": dict(ddof=1),
+        "max": dict(initial=0.2),
+        "min": dict(initial=-0.2),
+    }.items()
+    for axis_name, axis in {
+        "2": dict(axis=2),
+        "None": dict(axis=None),
+        "keepdims": dict(axis=(1, -1), keepdims=True),
+    }.items()
+}
+NUMBERS = {
     f"{name}, numbers": numbers(name)
     for name in ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
 }
+FAMILIES = {
+    "losses and activations": LOSSES_AND_ACTIVATIONS,
+    "norms and dropout": NORMS_AND_DROPOUT,
+    "softmaxes and numbers": SOFTMAXES | NUMBERS,
+    "reductions": REDUCTIONS,
+}
+CASES = {name: case for family in FAMILIES.values() for name, case in family.items()}
 
-every_case = pytest.mark.parametrize("name", CASES)
-every_masked = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.masked])
-
-
-@functools.cache
-def cotangents(name):
-    return draw_cotangents(CASES[name].twin, CASES[name].arrays)
-
-
-@functools.cache
-def compiled(name, implementation):
-    case = CASES[name]
-    return value_and_gradients(functools.partial(case.ours, implementation=implementation))
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @functools.cache
-def twins_result(name):
-    return value_and_gradients(CASES[name].twin)(CASES[name].arrays, cotangents(name))
+def drawn(family):
+    """Return the arrays and cotangents of each case."""
+    return {name: (case.arrays, draw_cotangents(case.twin, case.arrays)) for name, case in FAMILIES[family].items()}
 
 
-def implementations(name):
-    return ["xla"] if CASES[name].unsupported else ["xla", "pallas"]
+def value_and_gradients_of(ops):
+    """Return a jitted function `{name: (arrays, cotangents)} -> {name: (results, gradients)}` of the named ops."""
+    runs = {name: value_and_gradients(op) for name, op in ops.items()}
+    return jax.jit(lambda drawn: {name: runs[name](*arrays) for name, arrays in drawn.items()})
+
+
+@functools.cache
+def compiled(family, implementation):
+    """Return `value_and_gradients_of` the cases of a family."""
+    ops = {n: functools.partial(case.ours, implementation=implementation) for n, case in FAMILIES[family].items()}
+    return value_and_gradients_of(ops)
+
+
+def supported(family, implementation, drawn):
+    """Return the arrays of the cases that the implementation supports."""
+    cases = FAMILIES[family]
+    return {n: arrays for n, arrays in drawn.items() if implementation != "pallas" or not cases[n].unsupported}
 
 
 @every_implementation
-@every_case
-def test_values_and_gradients_are_the_twins(name, implementation):
+@every_family
+def test_values_and_gradients_are_the_twins(family, implementation):
+    found = compiled(family, implementation)(supported(family, implementation, drawn(family)))
+    for name, (y, gradients) in found.items():
+        case, (twins_y, twins_gradients) = CASES[name], _twins_results(family)[name]
+        twins_gradients = list(twins_gradients)
+        assert [a.dtype for a in (*y, *gradients)] == [a.dtype for a in (*twins_y, *twins_gradients)], name
+        # The logarithms of excluded probabilities are infinite.
+        np.testing.assert_array_equal(np.isinf(y[0]), np.isinf(twins_y[0]), name)
+        for i in case.masked[: len(gradients)]:  # where Optax multiplies the logarithms by 0, its gradients are NaN
+            twins_gradients[i] = np.where(_included(case, twins_gradients[i]), twins_gradients[i], 0)
+        assert_close((_finite(y[0]), gradients), (_finite(twins_y[0]), twins_gradients), "float32", name)
+
+
+@functools.cache
+def _twins_results(family):
+    return value_and_gradients_of({name: case.twin for name, case in FAMILIES[family].items()})(drawn(family))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.unsupported])
+def test_kernels_refuse_by_name_what_they_do_not_take(name):
     case = CASES[name]
-    if implementation == "pallas" and case.unsupported:
-        with pytest.raises(NotImplementedError, match=f"'pallas' does not take {case.unsupported}; 'xla'"):
-            case.ours(*case.arrays, implementation=implementation)
-        return
-    y, gradients = compiled(name, implementation)(case.arrays, cotangents(name))
-    twins_y, twins_gradients = twins_result(name)
-    assert [a.dtype for a in (*y, *gradients)] == [a.dtype for a in (*twins_y, *twins_gradients)]
-    np.testing.assert_array_equal(jnp.isinf(y[0]), jnp.isinf(twins_y[0]))  # the logarithms of excluded probabilities
-    for i in case.masked[: len(gradients)]:  # where Optax multiplies the logarithms by 0, its gradients are NaN
-        twins_gradients[i] = jnp.where(_included(case, twins_gradients[i]), twins_gradients[i], 0)
-    assert_close((_finite(y[0]), gradients), (_finite(twins_y[0]), twins_gradients), "float32")
+    with pytest.raises(NotImplementedError, match=f"'pallas' does not take {case.unsupported}; 'xla'"):
+        case.ours(*case.arrays, implementation="pallas")
 
 
 SLOPES = ("leaky_relu", "elu")
@@ -343,7 +375,7 @@ def test_arrays_of_two_dtypes_give_the_dtypes_that_the_twin_gives():
 
 def _included(case, a):
     """Return the mask of a case, for its argument `a`."""
-    *_, where = case.arrays
+    where = np.asarray(case.arrays[-1])
     return where if a.ndim == where.ndim else where[..., None]
 
 
@@ -351,18 +383,27 @@ def _finite(a):
     return jnp.where(jnp.isinf(a), 0, a)
 
 
-@every_masked
-def test_excluded_entries_are_never_read(name):
-    case = CASES[name]
-    *arrays, where = case.arrays
+@pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
+@every_family
+def test_excluded_entries_are_never_read(family, implementation):
+    masked = {
+        name: arrays for name, arrays in supported(family, implementation, drawn(family)).items() if CASES[name].masked
+    }
+    run = compiled(family, implementation)
+    expected = run(masked)
+    for name, (y, gradients) in run({name: _spoiled(CASES[name], *arrays) for name, arrays in masked.items()}).items():
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), (y, gradients), expected[name])
+        for gradient in gradients:
+            np.testing.assert_array_equal(np.where(_included(CASES[name], gradient), 0, gradient), 0, name)
+
+
+def _spoiled(case, arrays, cotangents):
+    """Return the arrays with NaN, or labels that are no class, where the mask of the case excludes an entry."""
+    arrays = list(arrays)
     for i in case.masked:
-        arrays[i] = jnp.where(_included(case, arrays[i]), arrays[i], jnp.nan if is_float(arrays[i]) else -100)
-    for implementation in ["autodiff", *implementations(name)]:
-        run = compiled(name, implementation)
-        found, expected = (run((*a, where), cotangents(name)) for a in (arrays, case.arrays[:-1]))
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
-        for gradient in found[1]:
-            np.testing.assert_array_equal(jnp.where(_included(case, gradient), 0, gradient), 0)
+        excluded = jnp.asarray(np.nan if is_float(arrays[i]) else -100, arrays[i].dtype)
+        arrays[i] = np.where(_included(case, arrays[i]), arrays[i], excluded)
+    return tuple(arrays), cotangents
 
 
 NOTHING = {"sum": 0, "mean": np.nan, "var": np.nan, "max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
@@ -391,62 +432,74 @@ def test_a_label_whose_class_is_excluded_is_no_label(implementation):
     np.testing.assert_array_equal(vjp(jnp.array([0.0, 1.0]))[0][0], 0)
 
 
-@every_case
-def test_under_vmap_each_result_is_the_same(name):
-    case = CASES[name]
-    stacked = jax.tree.map(lambda a: jnp.stack([a, jnp.roll(a, 1)]), (case.arrays, cotangents(name)))
-    for implementation in implementations(name):
-        run = compiled(name, implementation)
-        each = [run(*jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(2)]
-        expected = jax.tree.map(lambda *a: jnp.stack(a), *each)
-        jax.tree.map(_agree, jax.vmap(run)(*stacked), expected)
+@ours
+@every_family
+def test_under_vmap_each_result_is_the_same(family, implementation):
+    run = compiled(family, implementation)
+    arrays = supported(family, implementation, drawn(family))
+    stacked = jax.tree.map(lambda a: np.stack([a, np.roll(a, 1)]), arrays)
+    each = [run(jax.tree.map(lambda a, i=i: a[i], stacked)) for i in range(2)]
+    found, expected = jax.vmap(run)(stacked), jax.tree.map(lambda *a: np.stack(a), *each)
+    for name in arrays:
+        _agree(found[name], expected[name], name)
 
 
-def _agree(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+def _agree(actual, expected, name):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6, err_msg=name)
+    jax.tree.map(close, actual, expected)
 
 
-@every_case
-def test_second_derivatives_match_finite_differences(name):
-    with jax.enable_x64(True):
-        case = CASES[name]
-        arrays = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), "float64") if is_float(a) else a, case.arrays)
+@every_family
+def test_first_and_second_derivatives_match_finite_differences(family):
+    functions, values = {}, {}
+    for name, case in FAMILIES[family].items():
+        arrays = jax.tree.map(lambda a: np.asarray(a, "float64") if is_float(a) else a, case.arrays)
         op = of_floats(functools.partial(case.ours, implementation="xla"), arrays)
         # The first result, because running averages have no gradient.
-        function = jax.jit(lambda *values: _finite(op(*values)[0]))
-        check_grads(function, floats(arrays), order=2, modes=("rev",))
+        functions[name], values[name] = lambda *values, op=op: [_finite(op(*values)[0])], floats(arrays)
+    assert_second_derivatives_match_differences(functions, values)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, ("bfloat16", "float16")[i % 2]) for i, name in enumerate(CASES)])
-def test_half_precisions_stay_and_match_float32(name, dtype):
-    case = CASES[name]
-    rounded = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) and a.ndim else a, case.arrays)
-    wide = jax.tree.map(lambda a: a.astype("float32") if is_float(a) else a, rounded)
-    for implementation in implementations(name):
-        run = compiled(name, implementation)
-        y, gradients = run(rounded, [c.astype(dtype) for c in cotangents(name)])
-        expected = run(wide, [c.astype(dtype).astype("float32") for c in cotangents(name)])
-        assert [a.dtype for a in (*y, *gradients)] == [*[dtype] * len(y), *(a.dtype for a in floats(rounded))]
-        assert_close(*(jax.tree.map(_finite, tree) for tree in ((y, gradients), expected)), 2e-2)
+@ours
+@every_family
+def test_half_precisions_stay_and_match_float32(family, implementation):
+    def as_dtype(name, dtype):
+        """Return the arrays and cotangents of a case in a dtype, but for scalar options."""
+        arrays, cotangents = drawn(family)[name]
+        arrays = tuple(a.astype(dtype) if is_float(a) and a.ndim else a for a in arrays)
+        return arrays, [c.astype(dtype) for c in cotangents]
+
+    names = supported(family, implementation, drawn(family))
+    dtypes = {name: ("bfloat16", "float16")[i % 2] for i, name in enumerate(names)}
+    rounded = {name: as_dtype(name, dtype) for name, dtype in dtypes.items()}
+    run = compiled(family, implementation)
+    expected = run(jax.tree.map(lambda a: a.astype("float32") if is_float(a) else a, rounded))
+    for name, (y, gradients) in run(rounded).items():
+        assert [a.dtype for a in y] == [dtypes[name]] * len(y), name
+        assert [a.dtype for a in gradients] == [a.dtype for a in floats(rounded[name][0])], name
+        assert_close(*(jax.tree.map(_finite, tree) for tree in ((y, gradients), expected[name])), 2e-2, name)
 
 
 @pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@every_case
-def test_on_a_mesh_the_results_are_those_of_one_device(name, axes):
-    case = CASES[name]
+@pytest.mark.parametrize(
+    ("implementation", "axes"),
+    [("pallas", AxisType.Auto), ("pallas", AxisType.Explicit), ("xla", AxisType.Explicit)],  # XLA partitions formulas
+    ids=["pallas-automatic", "pallas-explicit", "xla-explicit"],
+)
+@every_family
+def test_on_a_mesh_the_results_are_those_of_one_device(family, implementation, axes):
     mesh = jax.make_mesh((EXAMPLES,), ("examples",), axis_types=(axes,))
 
     def place(a):
         spec = P("examples") if a.ndim and len(a) == EXAMPLES else P()
         return jax.device_put(a, NamedSharding(mesh, spec))
 
-    placed = jax.tree.map(place, (case.arrays, cotangents(name)))
-    for implementation in implementations(name):
-        expected = compiled(name, implementation)(case.arrays, cotangents(name))
-        with jax.set_mesh(mesh):
-            run = value_and_gradients(functools.partial(case.ours, implementation=implementation))
-            jax.tree.map(_agree, run(*placed), expected)
+    arrays, run = supported(family, implementation, drawn(family)), compiled(family, implementation)
+    expected = run(arrays)
+    with jax.set_mesh(mesh):
+        found = run(jax.tree.map(place, arrays))
+    for name in arrays:
+        _agree(found[name], expected[name], name)
 
 
 def test_all_cases_can_be_exported_to_every_platform_at_once():
@@ -456,14 +509,16 @@ def test_all_cases_can_be_exported_to_every_platform_at_once():
     arrays = {name: case.arrays for name, case in CASES.items()}
     with on_the_cpu():
         exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(arrays)
-        jax.tree.map(_agree, exported.call(arrays), run(arrays))
+        found, expected = exported.call(arrays), run(arrays)
+    for name in CASES:
+        _agree(found[name], expected[name], name)
 
 
 def test_kernels_of_all_cases_lower_for_cuda_without_a_gpu():
-    for name, case in CASES.items():
-        if case.unsupported is None:
-            run = value_and_gradients(functools.partial(case.ours, implementation="pallas"))
-            assert "mosaic_gpu" in cuda_program(run, case.arrays, cotangents(name)), name
+    for family in FAMILIES:
+        for name, arrays in supported(family, "pallas", drawn(family)).items():
+            run = value_and_gradients(functools.partial(CASES[name].ours, implementation="pallas"))
+            assert "mosaic_gpu" in cuda_program(run, *arrays), name
 
 
 @pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")

@@ -1,6 +1,8 @@
 """Dense layer, softmax, and cross-entropy in chunks of rows: options, dropped rows, chunks, memory, and products."""
 
+import contextlib
 import functools
+import itertools
 import re
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, normal
+from helpers import assert_close, in_float64, normal, relative_error
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,14 +23,29 @@ ROWS, FEATURES, CLASSES = 7, 5, 6
 LABELS = jnp.array([0, 5, 2, 2, 1, 3, 4])
 WHERE = jnp.array([True, False, True, True, False, True, True])
 ALL_OPTIONS = {"label_smoothing": 0.2, "z_loss": 0.01, "softcap": 2.0}
-with_or_without_options = pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
-by_formula_and_definition = pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+OPTIONS = {"plain": {}, "all options": ALL_OPTIONS}
 
 
-@pytest.fixture(params=[3, 8], ids=lambda rows: f"chunks of {rows}")
-def chunks(request, monkeypatch):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * request.param * 4 * CLASSES)
-    jax.clear_caches()
+@contextlib.contextmanager
+def in_chunks(rows):
+    """Divide the rows into chunks of this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "CHUNK_BYTES", 2 * rows * 4 * CLASSES)
+        jax.clear_caches()
+        yield
+
+
+@pytest.fixture
+def three_chunks():
+    with in_chunks(3):
+        yield
+
+
+@pytest.fixture(params=[("xla", 3), ("xla", 8), ("autodiff", 8)], ids=lambda param: "{}-chunks of {}".format(*param))
+def implementation(request):
+    """The formula in three chunks and in one, and the definition, which has no chunks."""
+    with in_chunks(request.param[1]):
+        yield request.param[0]
 
 
 def arrays(dtype="float32"):
@@ -49,128 +66,148 @@ def reference(x, w, b, where=None, *, label_smoothing=0.0, z_loss=0.0, softcap=N
     return total / kept.sum() if reduction == "mean" else total
 
 
-def in_float64(function, *args, **options):
-    with jax.enable_x64(True):
-        return function(*(jnp.asarray(np.asarray(a, np.float64)) for a in args), **options)
-
-
 def loss_of(x, w, b, implementation=None, where=None, **options):
     return linear_softmax_cross_entropy(x, w, LABELS, b, where=where, implementation=implementation, **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", None])
-@pytest.mark.parametrize("where", [None, WHERE], ids=["all rows", "some rows"])
-@with_or_without_options
-@by_formula_and_definition
-def test_losses_and_gradients_are_those_of_float64(chunks, options, where, reduction, implementation):
-    weights = jnp.arange(1.0, ROWS + 1) if reduction is None else 2.0
-    options = options | dict(reduction=reduction)
-
-    def weighed(f, x, w, b):
-        return jnp.sum(f(x, w, b, where=where, **options) * weights)
-
-    run = jax.value_and_grad(
-        functools.partial(weighed, functools.partial(loss_of, implementation=implementation)), (0, 1, 2)
-    )
-    expected = in_float64(jax.value_and_grad(functools.partial(weighed, reference), (0, 1, 2)), *arrays())
-    assert_close(run(*arrays()), expected, "float32")
+def value_and_gradients(f):
+    return jax.value_and_grad(f, (0, 1, 2))
 
 
-@pytest.mark.parametrize("option", ALL_OPTIONS)
-def test_each_option_is_that_of_optax_and_numpy(option):
-    options = {option: ALL_OPTIONS[option]}
-    run = jax.value_and_grad(functools.partial(loss_of, implementation="xla", **options), (0, 1, 2))
-    expected = in_float64(jax.value_and_grad(functools.partial(reference, **options), (0, 1, 2)), *arrays())
-    assert_close(run(*arrays()), expected, "float32")
+def all_losses(f):
+    """Return a jitted function whose result maps names to losses and gradients with options, masks, and reductions."""
+    masks = {"all rows": None, "some rows": WHERE}
+
+    def one(arrays, options, where, reduction):
+        weights = jnp.arange(1.0, ROWS + 1) if reduction is None else 2.0
+        weighed = lambda *arrays: jnp.sum(f(*arrays, where=where, reduction=reduction, **options) * weights)  # noqa: E731
+        return value_and_gradients(weighed)(*arrays)
+
+    @jax.jit
+    def run(*arrays):
+        cases = itertools.product(OPTIONS, masks, ["mean", "sum", None])
+        return {f"{o}, {m}, {r}": one(arrays, OPTIONS[o], masks[m], r) for o, m, r in cases}
+
+    return run
 
 
-@with_or_without_options
-def test_pallas_pads_the_classes_for_the_kernel_and_nothing_else_changes(chunks, options):
-    runs = [
-        jax.value_and_grad(functools.partial(loss_of, implementation=name, where=WHERE, **options), (0, 1, 2))
-        for name in ("pallas", "xla")
-    ]
-    assert "launch" in str(jax.make_jaxpr(runs[0])(*arrays())) and "launch" not in str(
-        jax.make_jaxpr(runs[1])(*arrays())
-    )
-    assert_close(runs[0](*arrays()), runs[1](*arrays()), "float32")
+@functools.cache
+def expected_losses():
+    return in_float64(all_losses(reference), *arrays())
+
+
+def test_losses_and_gradients_are_those_of_float64(implementation):
+    found = all_losses(functools.partial(loss_of, implementation=implementation))(*arrays())
+    for name, expected in expected_losses().items():
+        assert_close(found[name], expected, "float32", name)
+
+
+def test_each_option_is_that_of_optax_and_numpy():
+    def run(f):
+        one = lambda option: value_and_gradients(functools.partial(f, **{option: ALL_OPTIONS[option]}))  # noqa: E731
+        return jax.jit(lambda *arrays: {option: one(option)(*arrays) for option in ALL_OPTIONS})
+
+    found = run(functools.partial(loss_of, implementation="xla"))(*arrays())
+    for option, expected in in_float64(run(reference), *arrays()).items():
+        assert_close(found[option], expected, "float32", option)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rows", [3, 8])
+def test_pallas_pads_the_classes_for_the_kernel_and_nothing_else_changes(rows, options):
+    with in_chunks(rows):
+        pallas, xla = (
+            jax.jit(value_and_gradients(functools.partial(loss_of, implementation=name, where=WHERE, **options)))
+            for name in ("pallas", "xla")
+        )
+        assert "launch" in str(jax.make_jaxpr(pallas)(*arrays()))
+        assert "launch" not in str(jax.make_jaxpr(xla)(*arrays()))
+        assert_close(pallas(*arrays()), xla(*arrays()), "float32")
+
+
+@functools.cache
+def gradients_of_plain_jax(dtype, offset):
+    """Return arrays, and their gradients in their dtype and in float64."""
+    x, w, b = arrays(dtype)
+    b = (np.asarray(b) + offset).astype(dtype)
+    run = jax.jit(value_and_gradients(reference))
+    return (x, w, b), run(x, w, b), in_float64(run, x, w, b)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_half_precision_is_no_farther_from_float64_than_plain_jax(chunks, dtype, offset):
-    x, w, b = arrays(dtype)
-    b = b + jnp.asarray(offset, dtype)
-    expected = in_float64(jax.value_and_grad(reference, (0, 1, 2)), x, w, b)
-    ours = jax.value_and_grad(functools.partial(loss_of, implementation="xla"), (0, 1, 2))(x, w, b)
-    plain = jax.value_and_grad(reference, (0, 1, 2))(x, w, b)
-
-    def error(results):
-        pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
-        return max(np.linalg.norm(np.asarray(a, np.float64) - e) / np.linalg.norm(e) for a, e in pairs)
-
-    assert error(ours) <= 1.5 * error(plain) + 1e-3
-    assert all(a.dtype == dtype for a in jax.tree.leaves(ours))
+@pytest.mark.parametrize("rows", [3, 8])
+def test_half_precision_is_no_farther_from_float64_than_plain_jax(rows, dtype):
+    with in_chunks(rows):
+        run = jax.jit(value_and_gradients(functools.partial(loss_of, implementation="xla")))
+        for offset in (0.0, 100.0):
+            inputs, plain, exact = gradients_of_plain_jax(dtype, offset)
+            ours = run(*inputs)
+            error, allowed = (max(jax.tree.leaves(jax.tree.map(relative_error, a, exact))) for a in (ours, plain))
+            assert error <= 1.5 * allowed + 1e-3
+            assert all(a.dtype == dtype for a in jax.tree.leaves(ours))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
-@by_formula_and_definition
-def test_dropped_rows_are_not_read_and_have_no_gradient(chunks, reduction, implementation):
+def test_dropped_rows_are_not_read_and_have_no_gradient(reduction, implementation):
     x, w, b = arrays()
-    spoiled = jnp.where(WHERE[:, None], x, jnp.nan)
-    labels = jnp.where(WHERE, LABELS, -100)
+    spoiled, labels = np.where(WHERE[:, None], x, np.float32(np.nan)), np.where(WHERE, LABELS, -100)
 
     def loss(x, w, b, labels):
         options = dict(where=WHERE, reduction=reduction, implementation=implementation)
         return linear_softmax_cross_entropy(x, w, labels, b, **options).sum()
 
-    run = jax.value_and_grad(loss, (0, 1, 2))
+    run = jax.jit(value_and_gradients(loss))
     value, (dx, dw, db) = run(spoiled, w, b, labels)
     assert_close((value, (dx, dw, db)), run(x, w, b, LABELS), "float32")
     np.testing.assert_array_equal(dx[~WHERE], 0)
 
 
-@by_formula_and_definition
-def test_if_every_row_is_dropped_loss_and_gradients_are_zero(chunks, implementation):
+def test_if_every_row_is_dropped_loss_and_gradients_are_zero(implementation):
     nothing = jnp.zeros(ROWS, bool)
     f = functools.partial(loss_of, where=nothing, implementation=implementation)
-    value, gradients = jax.value_and_grad(f, (0, 1, 2))(*arrays())
+    value, gradients = jax.jit(value_and_gradients(f))(*arrays())
     assert value == 0 and all((g == 0).all() for g in gradients)
 
 
 @pytest.mark.parametrize("reduction", ["mean", None])
-@by_formula_and_definition
+@pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 def test_a_label_that_is_no_class_gives_a_nan_loss_and_gradient(reduction, implementation):
     x, w, b = arrays()
-    for label in (-1, CLASSES):
-        labels = LABELS.at[2].set(label)
+
+    @jax.jit
+    def run(labels):
         f = functools.partial(linear_softmax_cross_entropy, reduction=reduction, implementation=implementation)
-        loss = f(x, w, labels, b)
+        return f(x, w, labels, b), jax.grad(lambda x: f(x, w, labels, b).sum())(x)
+
+    for label in (-1, CLASSES):
+        loss, dx = run(LABELS.at[2].set(label))
         assert jnp.isnan(loss).all() if reduction else jnp.isnan(loss).nonzero()[0].tolist() == [2]
-        assert jnp.isnan(jax.grad(lambda x, f=f, labels=labels: f(x, w, labels, b).sum())(x)[2]).all()
+        assert jnp.isnan(dx[2]).all()
 
 
-@with_or_without_options
-@pytest.mark.parametrize("reduction", ["mean", None])
-@by_formula_and_definition
-def test_derivatives_of_order_two(monkeypatch, options, reduction, implementation):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * 3 * 4 * CLASSES)
-    jax.clear_caches()
-    f = functools.partial(loss_of, implementation=implementation, reduction=reduction, where=WHERE, **options)
-    check_grads(f, arrays(), order=2, modes=("rev",), rtol=5e-2, atol=5e-2)
+@pytest.mark.parametrize(
+    ("implementation", "reduction", "options"),
+    [*itertools.product(["xla"], ["mean", None], OPTIONS), ("autodiff", "mean", "all options")],
+)
+def test_derivatives_of_order_two(three_chunks, options, reduction, implementation):
+    options = OPTIONS[options] | dict(reduction=reduction, where=WHERE)
+    f = functools.partial(loss_of, implementation=implementation, **options)
+    check_grads(jax.jit(f), arrays(), order=2, modes=("rev",), rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])
-@by_formula_and_definition
-def test_the_public_backward_has_the_gradients(chunks, reduction, implementation):
-    x, w, b = arrays()
+def test_the_public_backward_has_the_gradients(reduction, implementation):
     options = dict(where=WHERE, reduction=reduction, implementation=implementation, z_loss=0.1)
-    loss, vjp = jax.vjp(lambda x, w, b: linear_softmax_cross_entropy(x, w, LABELS, b, **options), x, w, b)
-    (dy,) = normal(loss.shape, seed=3)
-    backward = linear_softmax_cross_entropy_backward(dy, x, w, LABELS, b, **options)
-    assert_close(backward, vjp(dy), "float32")
-    without = linear_softmax_cross_entropy_backward(dy, x, w, LABELS, **options)
-    assert_close(without, linear_softmax_cross_entropy_backward(dy, x, w, LABELS, 0 * b, **options), "float32")
+    backward = functools.partial(linear_softmax_cross_entropy_backward, **options)
+
+    @jax.jit
+    def run(dy, x, w, b):
+        _, vjp = jax.vjp(lambda x, w, b: linear_softmax_cross_entropy(x, w, LABELS, b, **options), x, w, b)
+        without, expected = backward(dy, x, w, LABELS), backward(dy, x, w, LABELS, 0 * b)
+        return (backward(dy, x, w, LABELS, b), without), (vjp(dy), expected)
+
+    (dy,) = normal(() if reduction else (ROWS,), seed=3)
+    assert_close(*run(dy, *arrays()), "float32")
 
 
 def products(jaxpr):
@@ -181,11 +218,9 @@ def products(jaxpr):
 
 
 @pytest.mark.parametrize(("reduction", "count"), [("mean", 3), ("sum", 3), (None, 4)])
-def test_both_directions_compute_three_products_or_four_without_a_reduction(monkeypatch, reduction, count):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * 3 * 4 * CLASSES)
-    jax.clear_caches()
+def test_both_directions_compute_three_products_or_four_without_a_reduction(three_chunks, reduction, count):
     f = functools.partial(loss_of, implementation="xla", reduction=reduction)
-    gradient = jax.make_jaxpr(jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*arrays())
+    gradient = jax.make_jaxpr(value_and_gradients(lambda *a: f(*a).sum()))(*arrays())
     forward = jax.make_jaxpr(f)(*arrays())
     assert products(gradient.jaxpr) == count and products(forward.jaxpr) == 1
 
@@ -203,24 +238,23 @@ def test_the_logits_never_exist_as_a_whole(monkeypatch, reduction):
             options = dict(reduction=reduction, implementation=implementation)
             return linear_softmax_cross_entropy(x, w, labels, b, **options).sum()
 
-        compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*structs).compile()
+        compiled = jax.jit(value_and_gradients(loss)).lower(*structs).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     logits = 4 * 512 * 4096
     assert temporaries("xla") < logits / 4 and temporaries("autodiff") > logits
 
 
-def test_vmap_checkpoint_and_jit_agree_with_a_loop(monkeypatch):
-    monkeypatch.setattr(op, "CHUNK_BYTES", 2 * 3 * 4 * CLASSES)
-    jax.clear_caches()
+def test_vmap_checkpoint_and_jit_agree_with_a_loop(three_chunks):
     x, w, b = arrays()
     ws = jnp.stack([w, 2 * w])
-    gradient = jax.value_and_grad(functools.partial(loss_of, implementation="xla", where=WHERE), (0, 1, 2))
+    gradient = value_and_gradients(functools.partial(loss_of, implementation="xla", where=WHERE))
+    gradient = jax.jit(gradient)
     expected = [gradient(x, each, b) for each in ws]
     expected = jax.tree.map(lambda *a: jnp.stack(a), *expected)
     assert_close(jax.jit(jax.vmap(gradient, (None, 0, None)))(x, ws, b), expected, "float32")
     remade = jax.checkpoint(functools.partial(loss_of, implementation="xla", where=WHERE))
-    assert_close(jax.value_and_grad(remade, (0, 1, 2))(x, w, b), gradient(x, w, b), "float32")
+    assert_close(jax.jit(value_and_gradients(remade))(x, w, b), gradient(x, w, b), "float32")
 
 
 def test_leading_axes_and_one_row_and_one_class():
