@@ -116,10 +116,11 @@ TABLES: dict[str, Callable[..., str]] = {
     "sanitizer": run_tables.sanitizer,
     "many_devices": run_tables.many_devices,
     "communication": run_tables.communication,
+    "programs": run_tables.programs,
     "computed_in": run_tables.computed_in,
     "supported": supported,
 }
-WITH_THEIR_SOURCES = ("computed_in", "fuzz", "slower", "training", "summary", "supported")
+WITH_THEIR_SOURCES = ("computed_in", "fuzz", "programs", "slower", "training", "summary", "supported")
 """Tables that state where their figures come from."""
 
 

@@ -585,6 +585,16 @@ def test_the_gradients_of_adapters_are_compared_with_all_gradients(book):
     assert "4 blocks, 16,384 rows of 1,024 in bfloat16, rank 16." in page and "a device" in page
 
 
+def test_a_program_has_the_lines_that_changed_and_the_differences_of_its_losses(book):
+    where = dict(program="A GPT", repository="owner/name", commit="abc", path="a/model.py", dtype="bfloat16")
+    changes = dict(replaced=12, imports=2, lines_added=14, lines_removed=13)
+    run = report(where | changes | {"differences": {"None": 2.34e-7, "xla": 0.0}}) | {"note": "A note."}
+    page = book("programs run", run=run)
+    link = "[A GPT](https://github.com/owner/name/blob/abc/a/model.py)"
+    assert cells(page)[1] == [link, "bfloat16", "12", "12 / 13", "2.3e-07", "0"]
+    assert "[run.json](results/run.json): A note." in page
+
+
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     steps = [
         {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}

@@ -95,7 +95,7 @@ def slower(reports: Reports) -> str:
     """Return the workloads in which the kernels of "pallas" are slower than autodiff, in the newest run of each."""
     newest = {}
     for name, report in reports.items():
-        rows = [row for row in rows_of(report) if "microseconds" in row and not row.get("peer")]
+        rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
         for title, group in works_of(rows):
             ours, theirs = group.get("pallas"), autodiff(group)
             if time(ours) and time(theirs):

@@ -274,6 +274,35 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
     return model
 
 
+def programs(reports: Reports) -> str:
+    """Return a table with one line per public program and dtype: the lines that changed, and the difference of the
+    losses."""
+    lines = []
+    for row in all_rows(reports):
+        at = f"https://github.com/{row['repository']}/blob/{row['commit']}/{row['path']}"
+        differences = (row["differences"][implementation] for implementation in ("None", "xla"))
+        lines.append(
+            [
+                f"[{row['program']}]({at})",
+                row["dtype"],
+                str(row["replaced"]),
+                f"{row['lines_added'] - row['imports']} / {row['lines_removed']}",
+                *(f"{difference:.1e}" if difference else "0" for difference in differences),
+            ]
+        )
+    head = [
+        "program",
+        "dtype",
+        "layers and functions replaced",
+        "lines added / removed, without imports",
+        "`None`",
+        '`"xla"`',
+    ]
+    sources = (f"{link(name)}: {report['note']}" for name, report in reports.items())
+    where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
+    return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
+
+
 def computed_in(reports: Reports) -> str:
     """Return the table of `docs/computed_in.py`, which needs no run."""
     from computed_in import table

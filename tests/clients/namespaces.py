@@ -1,0 +1,65 @@
+"""The two namespaces that a client runs with, and the comparison of its losses.
+
+A client is a program of the kind that other people write, with the namespace of its layers and functions as an
+argument. To move it to jaxbp, replace the namespace and nothing else.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxbp
+
+STEPS = 20
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""The largest relative difference of a loss."""
+
+every_implementation = pytest.mark.parametrize("implementation", [None, "xla"])
+"""On a CPU, None may choose autodiff, so "xla" runs the hand-written backwards."""
+every_dtype = pytest.mark.parametrize("dtype, implementation", [("float32", "xla"), ("bfloat16", None)])
+needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
+
+
+class Namespace:
+    """The functions and classes of several modules. The first module that has a name provides it, with the options."""
+
+    def __init__(self, *modules, **options):
+        self.modules, self.options = modules, options
+
+    def __getattr__(self, name):
+        found = next(filter(callable, (getattr(module, name, None) for module in self.modules)), None)
+        if found is None:
+            raise AttributeError(name)
+        return functools.partial(found, **self.options) if self.options else found
+
+
+def theirs(*modules):
+    """Return the namespace of Flax, JAX, and Optax. `modules` define the functions that a program writes itself."""
+    return Namespace(*modules, nnx, jax.nn, optax, jnp)
+
+
+def ours(implementation, *modules):
+    return Namespace(*modules, jaxbp.nnx, jaxbp, implementation=implementation)
+
+
+def assert_same_losses(actual, expected, dtype="float32"):
+    """Check that both programs trained, and that their losses agree after each step."""
+    assert len(actual) == len(expected) == STEPS
+    assert expected[-1] < 0.95 * expected[0], "the original does not learn, so its gradients are hardly tested"
+    np.testing.assert_allclose(np.asarray(actual, float), np.asarray(expected, float), rtol=TOLERANCE[dtype])
+
+
+def images(batch, size, classes=4):
+    """Return random images in NHWC, and random labels."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((batch, size, size, 1)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(random.integers(0, classes, batch))
+
+
+def tokens(batch, length, vocabulary):
+    return jnp.asarray(np.random.default_rng(0).integers(0, vocabulary, (batch, length)))
