@@ -26,7 +26,8 @@ a logic network are random bits; the inputs of a convolutional one are random nu
 - `--quick` measures only times, because compiling further programs for memory and errors would take longer. It selects
   the first workload of each module of ops and of each kind of training step, except the training step of an automaton,
   at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round. With
-  `--peers`, all numbers are measured.
+  `--peers`, all numbers are measured. After 90 seconds, no further row is started, and the report names the missing
+  rows.
 
 The JSON file is written after every row. In addition to the fields of every result file
 (`experiments/output/results.py`), it contains:
@@ -65,6 +66,11 @@ from experiments.output.results import keep, provenance
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
+QUICK_SECONDS = 90.0
+"""The default time limit of a quick run in seconds. On an H200, compiling all its programs takes more than three
+minutes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
     """Time ops and training steps, and compare them with JAX's autodiff and with other libraries."""
@@ -90,7 +96,7 @@ class BenchConfig:
     compile_seconds: bool = False
     """Time the compilation of every row. Programs then compile one after the other, not concurrently."""
     time_limit: float | None = None
-    """Seconds after which no further row is started."""
+    """Seconds after which no further row is started. With `quick`, the default is 90."""
     seconds: float = 0.03
     """Least time of a round. The clock of a GPU at its power limit oscillates about once per second; 1 averages it."""
     json: Path | None = None
@@ -152,7 +158,8 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     report |= {"dtype": ", ".join(config.dtype), "precision": ", ".join(config.precision)}
     times_only = config.quick and not config.peers
     report["settling_seconds"] = settling_seconds(times_only)
-    keep_going = lambda: config.time_limit is None or time.monotonic() - started < config.time_limit  # noqa: E731
+    limit = QUICK_SECONDS if config.quick and config.time_limit is None else config.time_limit
+    keep_going = lambda: limit is None or time.monotonic() - started < limit  # noqa: E731
     if on_gpu:
         print("measuring the rates of this GPU", file=sys.stderr, flush=True)
     rates = {dtype: measured_rates(dtype, config.seconds) if on_gpu else {} for dtype in config.dtype}
