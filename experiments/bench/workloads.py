@@ -66,7 +66,7 @@ class Workload:
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
 
     def named(self, name: str, dtype: str) -> Callable:
-        """Return the function of the row `name`: an implementation, as the command line calls it, or a baseline."""
+        """Return the function to time for the row `name`, which is the name of an implementation or of a baseline."""
         return self.function(self.baselines.get(name, implementation(name)), dtype)
 
 

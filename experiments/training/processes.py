@@ -216,8 +216,8 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Read the first line of a connection. Put the connection and the two words before the token into the queue, or
-    close the connection of a stranger."""
+    """Read the first line of a connection: two words and a token. If the token is right, put the connection and the two
+    words into the queue. Otherwise close the connection."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -229,7 +229,8 @@ def _introduce(link, token, introduced):
 
 
 def _number(process, processes, place, missing):
-    """Return the number of a process, which must be among the missing ones of a run in as many processes."""
+    """Return the number of a process. Raise an error unless it is missing and its run has the same number of
+    processes."""
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
         raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")

@@ -270,7 +270,7 @@ def _check_is_free(path: Path) -> None:
     """Raise UserError unless a new run can use the directory: it must not exist, or hold at most the files with which a
     run begins."""
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path}; wants a directory")
+        raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     folder = path / CHECKPOINTS
     files = [*(path.iterdir() if path.exists() else ()), *(folder.iterdir() if folder.is_dir() else ())]
     if not all(is_leftover(file) or file.name == LOCK or (file == folder and file.is_dir()) for file in files):
@@ -280,7 +280,7 @@ def _check_is_free(path: Path) -> None:
 def _check_is_run(path: Path) -> None:
     """Raise UserError unless a run has begun in the directory."""
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path}; wants a directory")
+        raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):
         raise UserError(f"run_dir = {path} holds no run to resume; wants the directory of a run")
 

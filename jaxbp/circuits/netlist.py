@@ -65,7 +65,10 @@ class Netlist(ByContent):
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
         gates, a, b, outputs = vectors
         if not gates.size == a.size == b.size:
-            raise ValueError(f"Netlist: there are {gates.size} gates, {a.size} a and {b.size} b; wants one each")
+            raise ValueError(
+                f"Netlist: there are {gates.size} gates, {a.size} inputs a, and {b.size} inputs b; "
+                "wants one a and one b per gate"
+            )
         if not outputs.size:
             raise ValueError("Netlist: there are no outputs; wants at least one")
         place = inputs + np.arange(gates.size)

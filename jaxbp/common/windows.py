@@ -110,7 +110,7 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
     if not fits:
         axes, causal = (f"each of {len(input_size)} axes", "") if len(input_size) > 1 else ("the axis", ", 'CAUSAL'")
         raise ValueError(
-            f"{op}: padding is {padding!r}; wants an int of at least 0, a sequence with such an int or a pair (before, "
+            f"{op}: padding is {padding!r}; wants an int of at least 0, a sequence of such ints or of pairs (before, "
             f"after) for {axes}, 'SAME', 'SAME_LOWER'{causal}, or 'VALID'"
         )
     return tuple((int(before), int(after)) for before, after in pairs)
@@ -147,8 +147,8 @@ def pool_windows(
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
     """Return the windows of a pool, and its padding (before, after) without the padding that `ceil_mode` adds.
 
-    `shape` is the shape of the images, NCHW, or only their height and width. Its first axes, the batch and the
-    channels, are used for a hint.
+    `shape` is the shape of the images, NCHW, or only their height and width. The batch and the
+    channels are used only in an error message, to suggest a correction.
 
     Raises:
       TypeError: an option is unknown.

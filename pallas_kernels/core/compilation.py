@@ -27,7 +27,7 @@ docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Return whether to compile the kernels of the program that is being lowered ahead of the program.
+    """Return whether kernels are compiled before the program that contains them, which is being lowered.
 
     This is the case if the program is lowered only for this machine's GPUs, if there are at least `_MIN_CORES` cores,
     and if JAX has no persistent compilation cache. If JAX finds a program in this cache, it compiles none of the

@@ -183,8 +183,8 @@ class Product:
 
     @property
     def barriers(self) -> list[Any]:
-        """The ring's barriers. Each stage has one barrier per turn at which its copies arrive, and one barrier at which
-        the cluster's consumers release it."""
+        """The ring's barriers. Each stage has one barrier per turn, at which the stage's copies arrive. It has one more
+        barrier, at which the consumers of the cluster release the stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))

@@ -63,8 +63,7 @@ class Geometry:
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from `first` to the first pixel of the tree at a position of the pooling
-        window."""
+        """Return how many pixels after `first` the tree at a position of the pooling window begins."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:

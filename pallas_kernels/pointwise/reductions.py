@@ -106,7 +106,7 @@ class _Walk:
         return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
 
     def rows(self, arrays: Sequence[Any]) -> Rows:
-        """Return the division of arranged arrays into rows."""
+        """Return how arrays that `arrange` has returned are divided into rows."""
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":

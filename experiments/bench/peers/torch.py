@@ -1,13 +1,13 @@
 """PyTorch as a peer of the bench: the same workloads on the same arrays, timed in the same run.
 
-There are three modes: eager, eager captured in a CUDA graph, and compiled. Compiled ops are also captured in a CUDA
-graph. A captured training step is one graph of the forward, the backward, and the update by a fused optimizer. Its
-forward and backward can be eager, compiled as a whole, compiled with images and filters in the channels-last layout, or
-compiled layer by layer. `mode="reduce-overhead"`, in which PyTorch captures the forward and the backward itself, is a
-further mode of training steps. If a workload has products of float32, each mode is timed with products in float32 and
-in TF32. The best variants have the precision of jaxbp's rows. In eager mode, the host may be slower than the device,
-and then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the eager
-functions.
+Ops have three modes: eager, eager captured in a CUDA graph, and compiled, which is also captured. A captured training
+step is one graph of the forward, the backward, and the update by a fused optimizer. Its forward and backward can be
+eager, compiled as a whole, compiled with images and filters in the channels-last layout, or compiled layer by layer.
+Training steps have a further mode, `mode="reduce-overhead"`, in which PyTorch itself captures the forward and the
+backward. If a workload has products of float32, each mode is timed with products in float32 and in TF32. The best
+variant is chosen among those that have the precision of jaxbp's rows. In eager mode, the host may be slower than the
+device, and then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the
+eager functions.
 """
 
 import collections
@@ -122,8 +122,8 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Convert the arguments of a jaxbp function to tensors, and to the arguments of the PyTorch function. The tensors
-    share the memory of the JAX arrays where no conversion is needed."""
+    """Return the arguments of the PyTorch function, given those of the jaxbp function. The tensors share the memory of
+    the JAX arrays where no conversion is needed."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments

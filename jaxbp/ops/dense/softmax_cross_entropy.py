@@ -353,7 +353,7 @@ def _classes_last(a, axes):
 
 
 def _to_axes(a, axes, shape):
-    """Return the array of this shape from which `_classes_last` made `a`."""
+    """Undo `_classes_last`: return `a` with its axes in the original order, in the given shape."""
     if axes == (len(shape) - 1,):
         return a
     a = a.reshape(*a.shape[:-1], *(shape[i] for i in axes))

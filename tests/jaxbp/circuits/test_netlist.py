@@ -252,7 +252,7 @@ REFUSED = {
     ),
     "another number of sources": (
         lambda: Netlist.from_gates(2, [1, 1], [0], [1, 1], [0]),
-        "Netlist: there are 2 gates, 1 a and 2 b; wants one each",
+        "Netlist: there are 2 gates, 1 inputs a, and 2 inputs b; wants one a and one b per gate",
     ),
     "sources that are no integers": (
         lambda: Netlist.from_gates(2, [1], [0.5], [1], [0]),

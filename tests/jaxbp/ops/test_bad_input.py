@@ -293,7 +293,7 @@ DTYPES = {
 
 AN_INT = "an int of at least {}, or a pair of them"
 A_PADDING = (
-    "an int of at least 0, a sequence with such an int or a pair (before, after) for each of 2 axes, 'SAME', "
+    "an int of at least 0, a sequence of such ints or of pairs (before, after) for each of 2 axes, 'SAME', "
     "'SAME_LOWER', or 'VALID'"
 )
 OPTIONS = {
@@ -331,7 +331,7 @@ OPTIONS = {
     ),
     "padding of sequences": (
         lambda: jaxbp.conv1d(zeros(2, 3, 5), zeros(4, 3, 2), padding=(1, 0)),
-        "conv1d: padding is (1, 0); wants an int of at least 0, a sequence with such an int or a pair (before, after) "
+        "conv1d: padding is (1, 0); wants an int of at least 0, a sequence of such ints or of pairs (before, after) "
         "for the axis, 'SAME', 'SAME_LOWER', 'CAUSAL', or 'VALID'",
     ),
     "stride of sequences": (
