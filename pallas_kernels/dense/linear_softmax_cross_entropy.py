@@ -200,7 +200,7 @@ def gradient(
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
     """Return z in float32 or wider: the logits plus the bias, capped if there is a softcap."""
-    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
 

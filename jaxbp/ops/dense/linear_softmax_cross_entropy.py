@@ -54,16 +54,16 @@ of classes and at all larger ones (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     """Return the statistics of each row, as the kernel `statistics` does."""
-    z, is_class, is_label = _z_and_masks(logits, labels, b, classes, softcap)
+    z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     # If the classes are divided over devices, a sum over them needs an all-reduce. A gather would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
-    return largest, total, jnp.sum(jnp.where(is_class, z, 0.0), axis=1) if with_sum else None, at_label
+    return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
 
 
 def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_smoothing, z_loss, softcap):
     """Return dlogits, as the kernel `gradient` does. The statistics are computed again."""
-    z, is_class, is_label = _z_and_masks(logits, labels, b, classes, softcap)
+    z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     e, total = exponentials(z, 1)
     p = e / total
     if z_loss:
@@ -73,15 +73,13 @@ def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_s
     if softcap is not None:
         t = z / softcap
         dz = dz * (1 - t) * (1 + t)  # 1 - t² would lose digits near the cap
-    dz = dz if z.shape[1] == classes else jnp.where(is_class, dz, 0.0)
-    return dz.astype(logits.dtype)
+    return jnp.pad(dz.astype(logits.dtype), ((0, 0), (0, logits.shape[1] - classes)))
 
 
-def _z_and_masks(logits, labels, b, classes, softcap):
-    """Return z, which is -inf in columns after the classes; which columns are classes; and which are labels."""
-    z, column = kernels.capped(logits, b, softcap), jnp.arange(logits.shape[1])[None]
-    z = z if z.shape[1] == classes else jnp.where(column < classes, z, -jnp.inf)
-    return z, column < classes, labels[:, None] == column
+def _z_and_labels(logits, labels, b, classes, softcap):
+    """Return z, without the columns after the classes, and which columns are labels."""
+    z = kernels.capped(logits[:, :classes], None if b is None else b[None, :classes], softcap)
+    return z, labels[:, None] == jnp.arange(classes)[None]
 
 
 _STATISTICS = {False: _statistics_formula, True: differentiable(kernels.statistics, _statistics_formula)}
@@ -91,6 +89,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
     """Return the loss of each row, which is 0 for rows that are not kept, and dlogits, or None if dy is None. They are
     computed by the kernels if `kernel` is true, else by the formulas."""
+    kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
     arrays = logits, jnp.where(valid, labels, -1).astype(jnp.int32), b

@@ -283,8 +283,9 @@ def _cuda_program(name, place, dtype, batch):
 
 
 @pytest.mark.parametrize(("name", "place", "dtype"), list(_places_and_dtypes()))
-def test_kernels_lower_for_cuda_without_a_gpu(name, place, dtype):
-    program = _cuda_program(name, place, dtype, batch=case_of(name, place).batch or 16384)
+def test_kernels_lower_for_cuda_without_a_gpu_and_promote_no_dtype(name, place, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        program = _cuda_program(name, place, dtype, batch=case_of(name, place).batch or 16384)
     assert ("mosaic_gpu" in program) != _left_to_xla(name, place, dtype)
 
 

@@ -378,7 +378,8 @@ def steps_of_the_backward(program):
 
 def named(scope, size):
     """Return the gradient that a step computes: the largest gradient of its op whose size divides `size`."""
-    op = next(op for op in reversed(scope.split("/")) if op in RESULTS)
+    names = [re.sub(r"^jvp\((\w+)\)$", r"\1", name) for name in scope.split("/")]
+    op = next(op for op in reversed(names) if op in RESULTS)
     sizes = {row.name: math.prod(row.shape) for row in lenet_memory_table(BATCH) if row.kind != "saved"}
     sizes["conv1.input"] = BATCH * 28 * 28
     fitting = [name for name, each in sizes.items() if re.fullmatch(RESULTS[op], name) and size % each == 0]
