@@ -38,13 +38,13 @@ CHUNK_BYTES = 2**30
 """The size of the logits of all rows in bytes, up to which they are one chunk. Chunks of more rows have at most half of
 this size, because several chunks need memory for the sums of the gradients of the weights, too."""
 ROWS_MULTIPLE = 128
-"""The tensor cores multiply tiles of this number of rows. The number of rows of a chunk is a multiple of it."""
+"""The tensor cores multiply tiles of this number of rows. The number of rows of a chunk is a multiple of it, unless the
+chunks are smaller."""
 COLUMNS_MULTIPLE = 256
-"""For the kernel, weights are padded to a multiple of this number of classes, whose logits it loads in wide vectors."""
-
+"""For the kernels, weights are padded to a multiple of this number of classes. The kernels then load wide vectors."""
 KERNEL_CLASSES = 1024
-"""The number of classes from which on the kernel is the default on GPUs. It was faster than the formula at this number
-of classes and at all larger ones (docs/lab/2026-11-26-large-vocabulary.md)."""
+"""The number of classes from which on the kernels are the default on GPUs. They were faster than the formulas at this
+number of classes and at all larger ones that were measured (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -132,6 +132,7 @@ def _chunk_rows(rows, w):
     """Return the number of rows per chunk, or None if all rows are one chunk."""
     row_bytes = len(w) * w.dtype.itemsize
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
+    most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
     if not isinstance(rows, int):
         return most
     if rows * row_bytes <= CHUNK_BYTES:
@@ -322,8 +323,8 @@ def linear_softmax_cross_entropy(
       kept row is not a class, its loss is NaN.
 
     Under `jax.grad`, "mean" and "sum" compute three matrix products, and None computes four. The gradient of w is
-    summed in float32 or wider over all rows, and rounded once to w's dtype, and once more if the cotangent of the loss
-    is not 1.
+    summed in float32 or wider over all rows, and rounded once to w's dtype. It is rounded once more if the cotangent of
+    the loss is not 1, and for "mean" in float16.
 
     Raises:
       TypeError: x, w, or b is not floating, the labels are not integers, or `where` is not boolean.

@@ -257,6 +257,14 @@ def test_vmap_checkpoint_and_jit_agree_with_a_loop(three_chunks):
     assert_close(jax.jit(value_and_gradients(remade))(x, w, b), gradient(x, w, b), "float32")
 
 
+@pytest.mark.parametrize("rows", [4187, 6200, 32768])
+def test_chunks_are_whole_tiles_of_the_tensor_cores(rows):
+    w = jnp.zeros((128256, 1), jnp.bfloat16)
+    size = op._chunk_rows(rows, w)
+    assert size % 128 == 0 and size * w.size * 2 <= op.CHUNK_BYTES / 2
+    assert op._chunk_rows(4096, w) is None
+
+
 def test_leading_axes_and_one_row_and_one_class():
     x, w, b = arrays()
     many = linear_softmax_cross_entropy(x[:6].reshape(2, 3, FEATURES), w, LABELS[:6].reshape(2, 3), b, reduction=None)
