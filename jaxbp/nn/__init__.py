@@ -1,6 +1,6 @@
 """LeNet, the MLP-Mixer, and networks of logic gates, in the layouts of the CUDA literature.
 
-`jaxbp.nnx` has the layers that replace those of Flax.
+`jaxbp.nnx` has layers that replace the layers of Flax.
 """
 
 from jaxbp.nn.lenet import LeNet as LeNet

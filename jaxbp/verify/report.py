@@ -24,7 +24,7 @@ class CheckRow:
     Attributes:
       op, implementation, dtype: the op, the implementation, and the dtype that were checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
-      order: 0 for a value, 1 for a gradient, 2 for a derivative of the gradient, 3 for a derivative of that.
+      order: 0 for a value, 1 for a gradient, 2 and 3 for its first and second derivative.
       against: how the expected array was computed, such as by autodiff in float64.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.

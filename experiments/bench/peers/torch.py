@@ -122,8 +122,8 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Return the arguments of the PyTorch function, given those of the jaxbp function. The tensors share the memory of
-    the JAX arrays where no conversion is needed."""
+    """Return the arguments of the PyTorch function, given the arguments of the jaxbp function. The tensors share the
+    memory of the JAX arrays where no conversion is needed."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
