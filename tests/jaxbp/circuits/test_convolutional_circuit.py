@@ -262,8 +262,8 @@ REFUSED = {
     ),
     "a padding that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(padding="FULL"))]),
-        "ConvolutionalCircuit: convolution 0: padding is 'FULL'; wants an int of at least 0, a sequence with such an "
-        "int or a pair (before, after) for each of 2 axes, 'SAME', 'SAME_LOWER', or 'VALID'",
+        "ConvolutionalCircuit: convolution 0: padding is 'FULL'; wants an int of at least 0, a sequence of such ints "
+        "or of pairs (before, after) for each of 2 axes, 'SAME', 'SAME_LOWER', or 'VALID'",
     ),
     "a pool larger than the image": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=(1, 4)))]),
