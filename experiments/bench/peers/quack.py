@@ -1,4 +1,4 @@
-"""QuACK's norms, written in CuTe, as a peer of the bench.
+"""QuACK's norms, and its dense layer with cross-entropy, written in CuTe, as a peer of the bench.
 
 QuACK has functions for both directions of LayerNorm, but no autograd function, so this module joins them. The forward
 takes a scale and a bias in float32, to which they are converted.
@@ -6,6 +6,7 @@ takes a scale and a bias in float32, to which they are converted.
 
 from importlib import metadata
 
+from quack.linear_cross_entropy import chunked_linear_cross_entropy
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm, rmsnorm_bwd
 from torch.autograd import Function
 
@@ -35,7 +36,15 @@ def _rms_norm_backward(dy, x, scale, inv_rms):
     return rmsnorm_bwd(x, scale, dy, inv_rms)[:2]
 
 
-FORWARDS = {"layer_norm": _LayerNorm.apply, "rms_norm": lambda x, scale: rmsnorm(x, scale, eps=EPS)}
+def _linear_softmax_cross_entropy(x, w, labels, *, reduction="mean"):
+    return chunked_linear_cross_entropy(x, w, labels, reduction=reduction)
+
+
+FORWARDS = {
+    "layer_norm": _LayerNorm.apply,
+    "linear_softmax_cross_entropy": _linear_softmax_cross_entropy,
+    "rms_norm": lambda x, scale: rmsnorm(x, scale, eps=EPS),
+}
 BACKWARDS = {"layer_norm_backward": _layer_norm_backward, "rms_norm_backward": _rms_norm_backward}
 
 
