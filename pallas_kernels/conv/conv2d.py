@@ -1,11 +1,10 @@
-"""Kernels for the input, weight, and bias gradients of a convolution, with the batch as the last axis.
+"""Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
-All three kernels use float32 arithmetic on the CUDA cores, with one example per lane. A CTA of `correlate` computes one
-row of the output for a few output channels and one block of the batch. It keeps the sums in registers, and broadcasts
-each weight to all lanes. A CTA of `correlate_batch` keeps a tile of the filters' gradient in registers, with one sum
-per element and lane. It adds the products for its share of dy's rows and of the batch. It then sums each element over
-the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one channel of the bias
-gradient.
+Each lane has one example. A CTA of `correlate` computes one row of the output for a few output channels and one block
+of the batch. It loads pixels and weights from device memory, and keeps the sums in registers. A CTA of
+`correlate_batch` keeps a tile of the filters' gradient in registers, over a part of dy's rows and of the batch. It then
+sums each element over the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one
+channel of the bias gradient.
 """
 
 import dataclasses
@@ -24,10 +23,9 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums that a thread keeps in registers. A thread has 255 registers, and needs some of them for
-operands and addresses."""
+"""Maximum number of sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum number of filter positions that a kernel unrolls. Compile time grows with this number. Not tuned."""
+"""Maximum number of unrolled filter positions. Compile time grows with it. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Number of CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
 
@@ -37,12 +35,7 @@ _WANTED_PROGRAMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateConfig:
-    """Tiles of `correlate`.
-
-    Attributes:
-      channels: output channels per CTA.
-      lane_block: number of examples per CTA, which is the length of the CTA's vectors along the batch axis.
-    """
+    """Tiles of `correlate`: output channels per CTA, and examples per CTA."""
 
     channels: int
     lane_block: int
@@ -56,15 +49,15 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    Here k is an output channel, c an input channel, (i, j) a position in the output, (u, v) a position in the filter,
-    and n an example. In the formula, `stride` is the row stride for i and the column stride for j; they may differ.
+    k is an output channel, c an input channel, (i, j) a position in the output, (u, v) a position in the filter, and n
+    an example. `stride` is the row stride for i and the column stride for j.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
       w: `(K, C, F, G)`.
 
     Returns:
-      `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype. The sums are computed in float32.
+      `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype, with float32 sums.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -101,8 +94,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps of a filter, divided into blocks of equal size. A tap (c, u, v) is an input channel and a position in
-    the filter. A kernel loops over the blocks, and unrolls the taps within a block."""
+    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over the blocks, and unrolls
+    the taps of a block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -129,9 +122,8 @@ class CorrelateBatchConfig:
     """Tiles of `correlate_batch`.
 
     Attributes:
-      out_channels, in_channels, rows, columns: shape of the tile of the filters' gradients that a CTA keeps in
-        registers.
-      splits: number of parts into which dy's rows and the batch are divided. Different CTAs sum different parts.
+      out_channels, in_channels, rows, columns: shape of the tile of the filters' gradient in a CTA's registers.
+      splits: number of parts of dy's rows and of the batch. Different CTAs sum different parts.
     """
 
     out_channels: int
@@ -157,13 +149,13 @@ def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1,
 
 
 def _filters(dy, x, stride):
-    """Return the shape of the filters' gradient, `(K, C, F, G)`."""
+    """Return the shape `(K, C, F, G)` of the filters' gradient."""
     (K, rows, columns, _), (C, H, W, _) = dy.shape, x.shape
     return K, C, H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
 
 
 def _units(dy):
-    """A unit is one row of dy for one block of `LANES` examples."""
+    """Return the number of units: rows of dy for one block of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -171,12 +163,11 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The letters mean the same as in `correlate`. Each CTA sums its part of dy's rows and of the batch in a fixed order.
-    The CTAs' partial sums are then added in a fixed order.
+    The letters mean the same as in `correlate`. The order of summation is fixed.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
-      x: `(C, H, W, N)`. H and W determine the filter's size: `F = H - (I - 1) * stride`, and likewise for G.
+      x: `(C, H, W, N)`. The filter has `H - (I - 1) * stride` rows and `W - (J - 1) * stride` columns.
 
     Returns:
       `(K, C, F, G)` in float32.
@@ -231,21 +222,14 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
 
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
-    """Tiles of `sum_batch`.
-
-    Attributes:
-      lane_block: number of examples per CTA.
-    """
+    """Tile of `sum_batch`: examples per CTA."""
 
     lane_block: int
 
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order.
-
-    Here k is one of K channels, r one of R rows, and n one of N examples. The shapes are `(K, R, N) -> (K,)`.
-    """
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order. Shapes: `(K, R, N) -> (K,)`."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

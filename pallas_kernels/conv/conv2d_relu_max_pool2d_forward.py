@@ -1,9 +1,10 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, with the batch as the last axis.
 
-Each lane has one example, and each weight is broadcast to all lanes. A CTA computes a part of one row of pooling
-windows, for a few output channels and one block of the batch. It reads the patch of the image under the windows into
-registers once. The convolution's sums for every position of the windows are in registers as well. The CTA writes the
-pooled output and one byte per window: the index of the maximum, or one past the last index if ReLU returns zero.
+A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch. It has one
+example per lane. It loads the patch of the image under the windows from device memory into registers. The sums of the
+convolution for every position of the windows are also in registers. A lane multiplies each weight by its pixels, and
+finds the maximum and its index. The CTA writes the pooled output and one byte per window: the index of the maximum, or
+one past the last index if ReLU returns zero.
 
 Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
 """
@@ -34,11 +35,10 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      channels, windows: maximum number of output channels, and of adjacent windows, whose sums a CTA keeps in registers
-        at once. A weight is loaded once for all positions of these windows.
-      lane_block: maximum number of examples per CTA, which is the length of its vectors along the batch axis.
-      programs_per_multiprocessor: number of CTAs per multiprocessor to launch at least. If necessary, each CTA computes
-        fewer channels and windows to reach this number.
+      channels, windows: maximum numbers of output channels and adjacent windows whose sums a CTA keeps in registers.
+      lane_block: maximum number of examples per CTA.
+      programs_per_multiprocessor: minimum number of CTAs per multiprocessor. To reach it, a CTA computes fewer channels
+        and windows.
     """
 
     channels: int
@@ -67,9 +67,9 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
 
 @kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic)
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
-    """Compute `y[k, p, q, n] = max(0, b[k] + max over the window of conv(x, w)[k, p * R + r, q * S + s, n])`.
+    """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
-    Here k is an output channel, (p, q) a window of R x S positions (r, s), and n an example.
+    k is an output channel, (p, q) a window of R x S positions (r, s), and n an example.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
@@ -84,13 +84,13 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
-    # Use fewer windows and channels per CTA where the batch alone does not keep the GPU busy.
+    # Use fewer windows and channels per CTA if the batch does not keep the GPU busy.
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # Divide a row of windows among the smallest number of CTAs for which the grid has `wanted` CTAs.
+    # Divide a row of windows among the fewest CTAs that give the grid `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
@@ -98,7 +98,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # The indices of one row of windows are adjacent, because the backward reads them row by row.
+        # With the row of windows as the first axis, the backward reads contiguous indices.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",
@@ -108,11 +108,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardProgram:
-    """One CTA, which computes part of a row of windows for a few output channels and one block of the batch.
-
-    Attributes:
-      turns: number of groups that the CTA computes, one after the other. A group is `windows` adjacent windows.
-    """
+    """One CTA, which computes `turns` groups of `windows` adjacent windows, for `channels` output channels."""
 
     window: tuple[int, int]
     lane_block: int
@@ -143,8 +139,7 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Add the products of input channel c to the sums. `sums` has one list per output channel and window, with one
-        sum per position of the window."""
+        """Add the products of input channel c to `sums`, which has one list of sums per output channel and window."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

@@ -1,21 +1,18 @@
 """Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, with the batch as the last axis.
 
 A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent, and
-each computes one tile after another. A tile reads a patch of the images, which a bulk copy brings into a ring of stages
-in shared memory. For each position (r, s) of a window, `wgmma` multiplies a banded matrix, which contains the filters,
-by this patch:
+the warpgroups of a CTA compute tiles independently, each with its ring of pipeline stages in shared memory. Per tile,
+one TMA copy fills a stage with the patch of the images under the windows. For each position (r, s) of the windows,
+`wgmma` multiplies a banded matrix of the filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
-Here (p, q) is one of the tile's windows, which have R x S positions, and (i, j) is a pixel of the patch, where i counts
-rows from row r. k is an output channel, c an input channel, and n an example. There is one accumulator for each of the
-R * S positions. All accumulators hold a given window in the same register of the same thread. Threads therefore
-exchange no data for the maximum, its index, the bias, and ReLU. The results are copied out through shared memory: the
-pooled output, and one byte per window with the index of the maximum.
+(p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
+column of the patch. Windows have R x S positions. The S matrices `weights` stay in shared memory.
 
-Position (r + 1, s) uses the same weights as (r, s), with the patch shifted by one row. There are therefore only S
-weight matrices, which stay in shared memory. The warpgroups of a CTA work independently, and each has separate stages.
-While one warpgroup searches for maxima, the tensor cores multiply for another.
+There is one accumulator per position. All accumulators hold a window in the same register of the same thread. This
+thread finds the maximum and its index, while the tensor cores multiply for another warpgroup. TMA copies the pooled
+output and one byte per window, the index of the maximum, to device memory.
 """
 
 import dataclasses
@@ -52,19 +49,17 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Number of rows of a `wgmma` product, one per feature. A feature is a pair of a window of the tile and an output
-channel."""
+"""Rows of a `wgmma` product, one per feature. A feature is a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""Maximum number of positions of a window. With more, a thread's sums and the values derived from them do not fit in
-its registers."""
+"""Maximum number of positions of a window. With more, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
-"""Warpgroups per CTA. Three were no faster (docs/lab/2026-11-23-forward.md)."""
+"""Warpgroups per CTA. Three were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
 """Maximum number of stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimated clocks to find the maxima of a tile: about 12 instructions per window, at two clocks each."""
+"""Estimated clocks to find the maxima of a tile: 12 instructions per window, two clocks each."""
 _MIN_BATCH = 2048
-"""Batch size at which this kernel is as fast as the exact kernel on the CUDA cores: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch for which this kernel is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +67,9 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: numbers of rows and columns of windows in a tile.
-      operand_bytes: bytes per row of the tensor cores' operands. The axis that a product sums over is padded to whole
-        rows.
-      warpgroups: warpgroups per CTA.
-      stages: number of stages per warpgroup, each of which holds a patch.
+      rows, columns: rows and columns of windows in a tile.
+      operand_bytes: bytes per row of an operand. The summed axis is padded to whole rows.
+      warpgroups, stages: warpgroups per CTA, and stages per warpgroup.
     """
 
     rows: int
@@ -95,22 +88,22 @@ class _Sizes(WindowTiles):
 
     @property
     def group(self) -> int:
-        """Number of elements per row of an operand."""
+        """Elements per row of an operand."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Number of operand rows that hold one pixel for all examples of a tile."""
+        """Operand rows that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Number of features of a tile: windows times output channels. Zeros pad them to the 64 rows of a product."""
+        """Features of a tile. Zeros pad them to the rows of a product."""
         return self.config.rows * self.K * self.config.columns
 
     @property
     def row(self) -> int:
-        """Number of pixels in a row of the patch, for all channels."""
+        """Pixels in a row of the patch, for all channels."""
         return self.C * self.patch[1]
 
     @property
@@ -119,63 +112,59 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Number of the patch's rows that the matrix product for one window position reads."""
+        """Rows of the patch that the product for one window position reads."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Length of the axis that a product sums over. Zero weights pad it to whole rows of the operand."""
+        """Length of the summed axis, padded by zero weights to whole rows of the operand."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Number of rows of shared memory per stage: the patch, and the rows after it that the last position's product
-        reads."""
+        """Rows of a stage: the patch, and the rows after it that the last position's product reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
     def tail(self) -> int:
-        """Number of rows of a stage after the patch."""
         return self.stage_rows - self.pixels
 
     @property
     def ring(self) -> int:
-        """Number of stages of all warpgroups together."""
+        """Stages of all warpgroups."""
         return self.config.warpgroups * self.config.stages
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of shared memory for everything but the patches: weights, results to be copied out, and barriers."""
+        """Bytes of shared memory for weights, results, and barriers."""
         results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
-        """Number of stages per warpgroup: the most that fit."""
+        """The largest number of stages per warpgroup that fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
     def fit(self) -> bool:
-        """Whether the sizes suit the tensor cores' tiles, the boxes of bulk copies, and shared memory."""
         return (
             self.features <= _FEATURES
-            # Operands consist of tiles of eight rows. A patch shifted by one row must begin at such a tile.
+            # A patch shifted by one row must begin at an operand's tile of eight rows.
             and self.row % 8 == 0
-            # If a pixel takes more than one row of an operand, a tile of eight rows must be one row of the patch.
+            # If a pixel takes several rows of an operand, a tile of eight rows must be one row of the patch.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks for all tiles of 64 examples. A product takes two clocks per element of its
-        summed axis. If the search for a tile's maxima takes longer than its products, the clocks of the search count
-        instead."""
+        """Return the estimated clocks for all tiles of 64 examples: two per element of a summed axis, or the search
+        for the maxima if it takes longer."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the fewest clocks, or None if nothing fits."""
+    """Return the config with the fewest clocks, or None if no config fits."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
@@ -205,21 +194,10 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` with half-precision operands. Sums are float32, and y is rounded
-    once.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision x and w, with float32 sums.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros of the banded matrix are
-    multiplied as well.
-
-    Args:
-      x: `(C, H, W, N)`, whose batch N is a multiple of 64.
-      w: `(K, C, F, G)`, which is rounded to x's dtype.
-      b: `(K,)`.
-      window: (R, S).
-
-    Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, `r * S + s`, or R * S
-      where ReLU is off, as uint8 of the same shape.
+    The shapes are the same, N is a multiple of 64, and w is rounded to x's dtype. A NaN or infinity in an image makes
+    all windows of its tile NaN, because it is multiplied by the zeros of the banded matrix.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -236,7 +214,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The indices of a row of windows are adjacent, because the backward reads them row by row.
+            # With the row of windows as the first axis, the backward reads contiguous indices.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -248,7 +226,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # Threads read each other's data only after `commit_smem`.
+        # Threads read other threads' data only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -257,8 +235,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[s, (p, k, q), (i, c, j)]`. An element is the weight of the patch's pixel (i, j) in input
-    channel c, for output channel k at position (0, s) of window (p, q)."""
+    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -268,21 +245,19 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:
-    """Return the bias for each row of a product, and zeros for rows without a feature."""
+    """Return the bias of each feature, padded with zeros."""
     b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
     return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return shared memory for all stages. One bulk copy fills a stage with a patch, which is an operand of the
-    products."""
+    """Return shared memory for all stages, with views for TMA and for `wgmma`."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage: one, or one per row in the simulator, which does not support
-    boxes."""
+    """Return the copies per stage. The simulator does not support boxes, and copies each row separately."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -296,19 +271,14 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup of a CTA. It computes every `config.warpgroups`-th tile of the CTA.
+    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA.
 
     Attributes:
-      x, matrices, zeros, bias, y, place: arrays in device memory. `matrices` contain the filters, `zeros` fill the rows
-        after each patch, and `bias` has one value per feature. `y` and `place` are the pooled output and the indices of
-        the maxima.
-      weights: copy of `matrices` in shared memory.
-      constants_loaded: barrier at which the copies of the matrices and of zeros arrive.
-      patches: stages, each of which holds a patch.
-      loaded: barriers at which the copies of the patches arrive.
-      y_tiles, place_tiles: each warpgroup's pooled output and indices in shared memory, to be copied to device memory.
-      program, warpgroup: index of the CTA, and index of the warpgroup in the CTA.
-      steps: number of tiles of the CTA.
+      x, matrices, zeros, bias, y, place: device memory: images, weights, zeros, one bias per feature, pooled output,
+        and indices of the maxima.
+      weights, patches, y_tiles, place_tiles: shared memory: weights, stages, and each warpgroup's results.
+      constants_loaded, loaded: barriers of the copies of constants, and of the stages.
+      program, programs, steps: index of the CTA, number of CTAs, and number of tiles of this CTA.
     """
 
     sizes: _Sizes
@@ -342,8 +312,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Products multiply these rows by zero weights.
-        Without the zeros, a NaN in uninitialized memory would remain NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. There, uninitialized memory may contain NaN, and
+        NaN times a zero weight is NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
@@ -352,7 +322,7 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
-        """Return the row and column of a step's first window, and the index of its block of examples."""
+        """Return the row and column of a step's first window, and its block of examples."""
         return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
@@ -380,7 +350,7 @@ class _Program:
         self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
 
     def multiply(self, ring, step, *sums):
-        """Return one block of sums per position of the windows."""
+        """Return the sums of each window position."""
         sizes, stage = self.sizes, ring.stage(step)
         patch = as_operand(self.patches).at[stage]
         ring.wait(step)
@@ -388,7 +358,7 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # The patch has been read. The next copy therefore runs during the search for the maxima.
+        # The patch has been read, so the next copy can run during the search for the maxima.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 

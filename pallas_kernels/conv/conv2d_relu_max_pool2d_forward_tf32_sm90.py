@@ -1,19 +1,18 @@
 """Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, with the batch as the last axis.
 
-A tile is a few windows for all output channels and 64 examples. One product computes it, with one row per example:
+A tile is a few pooling windows, for all output channels and 64 examples. `wgmma` computes a tile with one row per
+example:
 
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
-Here n is an example, t a position in window (p, q), k an output channel, c an input channel, and (i, j) a pixel. The
-patch is the part of the images under the windows. The weights for position t are the filters at that position of the
-patch, and zeros elsewhere. The sums for all positions of a window thereby lie in the same thread, which finds the
-maximum and its index in registers. Images and filters are float32, rounded to TF32.
+n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
+patch, the part of the images under the windows. `weights` has the filters, shifted to position t of each window, and
+zeros elsewhere. One thread holds the sums for all positions of a window, and finds the maximum and its index.
 
-CTAs are persistent, and the weights stay in shared memory. The products need pixels as the last axis, but examples are
-the last axis in memory, and the tensor cores cannot transpose 32-bit operands. A bulk copy therefore brings a patch
-into shared memory, and threads transpose it through registers into a second buffer in shared memory. The warpgroups of
-a CTA work independently: while one warpgroup transposes its patch, the tensor cores multiply the patch of another. The
-pooled output and the indices are copied out through shared memory.
+CTAs are persistent, the weights stay in shared memory, and the warpgroups of a CTA compute tiles independently. The
+tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore copies a patch to shared
+memory, and its warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for
+another warpgroup. TMA copies the pooled output and the indices from shared to device memory.
 """
 
 import dataclasses
@@ -53,24 +52,22 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""Smallest batch size for which this kernel makes LeNet's training step faster, although additional launches must
-arrange the filters into matrices."""
+"""Smallest batch for which this kernel speeds up LeNet's training step, with the launches that arrange the filters."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Number of adjacent examples in a row of shared memory. They take the 128 bytes of the widest swizzle."""
+"""Adjacent examples in a row of shared memory. They take the 128 bytes of the widest swizzle."""
 _PIXELS = 8
-"""Number of pixels in a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Pixels in a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Number of result rows per copy to device memory. The swizzle pattern repeats after this number of rows."""
+"""Rows of results per copy to device memory, after which the swizzle pattern repeats."""
 _MAX_OUTPUTS = 256
-"""Maximum number of columns of a product: the limit of one `wgmma` instruction."""
+"""Maximum number of columns of a `wgmma` instruction."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four, each of the 512 threads has 128 registers."""
+"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Number of registers that a thread needs in addition to its sums and its share of a patch. Chosen by hand, so that
-ptxas spills no registers at LeNet's shapes."""
+"""Registers per thread besides its sums and its part of a patch. With this value, ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
 """Bytes of shared memory that a multiprocessor reads or writes per clock."""
 
@@ -80,8 +77,8 @@ class Config:
     """Tiles of `forward`.
 
     Attributes:
-      rows, columns: numbers of rows and columns of windows in a tile.
-      channels: number of input channels that are transposed at a time.
+      rows, columns: rows and columns of windows in a tile.
+      channels: input channels that are transposed at a time.
       warpgroups: warpgroups per CTA.
     """
 
@@ -104,44 +101,41 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Number of results of a tile per example: windows times output channels."""
+        """Results of a tile per example."""
         return self.K * self.windows
 
     @property
     def outputs(self) -> int:
-        """Number of columns of a tile's product: one per result and window position."""
+        """Columns of a tile's product."""
         return self.R * self.S * self.features
 
     @property
     def steps(self) -> int:
-        """Number of steps of a tile's product. Each step adds the products for one group of input channels."""
+        """Steps of a tile's product, one per group of input channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Number of values per example and step: the pixels of the patch in one group of input channels."""
+        """Pixels of the patch in one group of input channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
     def boxed_channels(self) -> int:
-        """Number of output channels whose results one copy writes to device memory."""
+        """Output channels per copy of results to device memory."""
         return _BOX_ROWS // self.windows
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory for the weights and, per warpgroup, two buffers of a patch and the results to be
-        copied out."""
+        """Bytes of shared memory for weights and barriers, and per warpgroup for two buffers of a patch and results."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
 
     @property
     def registers(self) -> int:
-        """Number of registers per thread, including its sums and its share of a patch."""
         return (self.outputs + self.pixels) * EXAMPLES // 128 + _OTHER_REGISTERS
 
     def fit(self) -> bool:
-        """Whether the sizes suit the tensor cores' tiles, the boxes of bulk copies, registers, and shared memory."""
         gpu = device.target()
         return (
             _BOX_ROWS % self.windows == 0
@@ -154,17 +148,17 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clocks that shared memory takes for all tiles of 64 examples. A patch is written by the bulk copy,
-        read and written for the transposition, and read by the product. The weights are read once per product."""
+        """Return the clocks of shared memory for all tiles of 64 examples. A patch is written by TMA, read and written
+        by threads, and read by the product. The weights are read once per product."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the fewest clocks among those with the most warpgroups that fit, or None if nothing fits.
+    """Return the config with the most warpgroups, and among them with the fewest clocks, or None if no config fits.
 
-    Configs with more warpgroups were faster, even if they take more clocks: docs/lab/2026-11-23-forward.md.
+    More warpgroups were faster even with more clocks: docs/lab/2026-11-23-forward.md.
     """
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
@@ -197,20 +191,10 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` with images and filters rounded to TF32. Sums are float32.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` from float32 x and w rounded to TF32, with float32 sums.
 
-    A NaN or an infinity in an image makes all windows of its tile NaN, because the zeros around the filters are
-    multiplied as well.
-
-    Args:
-      x: `(C, H, W, N)` float32, whose batch N is a multiple of 64.
-      w: `(K, C, F, G)`.
-      b: `(K,)`.
-      window: (R, S).
-
-    Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` float32, and the indices of the maxima, `r * S + s`, or R * S where
-      ReLU is off, as uint8 of the same shape.
+    The shapes are the same, and N is a multiple of 64. A NaN or infinity in an image makes all windows of its tile NaN,
+    because it is multiplied by the zeros in `weights`.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -229,7 +213,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The indices of a row of windows are adjacent, because the backward reads them row by row.
+            # With the row of windows as the first axis, the backward reads contiguous indices.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -243,7 +227,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # Threads read each other's data only after `commit_smem`.
+        # Threads read other threads' data only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -252,8 +236,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[step, (r, s, k, p, q), (c, i, j)]`. An element is the weight of pixel (i, j) in the step's
-    c-th input channel, for output channel k at position (r, s) of window (p, q)."""
+    """Return the module's `weights` as `[step, (r, s, k, p, q), (c, i, j)]`, with t = (r, s) and the step's channels c.
+    An element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -264,16 +248,15 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that bring a patch: one, or one per row in the simulator, which does not support
-    boxes."""
+    """Return the copies per patch. The simulator does not support boxes, and copies each row separately."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
-    """Return the layout in which a patch of 32 examples is transposed. A warp has 8 pixels of 4 examples at a time.
+    """Return the layout in which a patch of 32 examples is transposed. A warp holds 8 pixels of 4 examples at a time.
 
-    In the swizzled buffer with 32 examples per row, these values are 8 pieces of 16 bytes in different banks. In the
-    buffer with 8 pixels per row, they are 128 adjacent bytes.
+    In the swizzled buffer, with 32 examples per row, these values are 8 pieces of 16 bytes in different banks. In the
+    operand, with 8 pixels per row, they are 128 adjacent bytes.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -291,15 +274,12 @@ class _Program:
     """One warpgroup of a CTA, which computes its share of the tiles.
 
     Attributes:
-      x, matrices, bias, y, place: arrays in device memory. `matrices` contain the filters, `bias` has one value per
-        feature, and `y` and `place` are the pooled output and the indices of the maxima.
-      weights: copy of `matrices` in shared memory.
-      weights_loaded: barrier at which the copies of the matrices arrive.
-      patches: each warpgroup's patch for one step in shared memory, with one row of examples per pixel.
-      loaded: barriers at which the copies of the patches arrive.
-      operands: each warpgroup's transposed patch, with one row of pixels per example.
-      y_tiles, place_tiles: each warpgroup's pooled output and indices in shared memory, to be copied to device memory.
-      program, warpgroup: index of the CTA, and index of the warpgroup in the CTA.
+      x, matrices, bias, y, place: device memory: images, weights, one bias per feature, pooled output, and indices of
+        the maxima.
+      weights, patches, operands, y_tiles, place_tiles: shared memory: weights, and each warpgroup's patch, transposed
+        patch, and results.
+      weights_loaded, loaded: barriers of the copies of the weights, and of the patches.
+      program, programs: index of the CTA, and number of CTAs.
     """
 
     sizes: _Sizes
@@ -359,12 +339,12 @@ class _Program:
         self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
 
     def multiply(self, unit, share, sums):
-        """Return the sums for all positions of the windows, as one matrix with one row per example."""
+        """Return the sums, with one row per example."""
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # All threads have read the patch into registers. The next patch is therefore copied during this product.
+            # All threads have read the patch, so the next patch can be copied during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

@@ -1,11 +1,11 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch as the last axis.
 
-Each lane has one example, and each weight is broadcast to all lanes. The input is divided into cells of a pooling
-window's size. A CTA computes dx for adjacent cells in one row of cells, and keeps the sums in registers. For every
-window whose filters reach these cells, it reads dy and the index of the maximum. It multiplies the filters by dy at the
-position of the maximum, and by zero at the window's other positions. It writes each position of dx once.
+dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
+per lane, and keeps their sums in registers. For every window whose filters reach the cells, each lane loads dy and the
+index of the maximum from device memory. It multiplies each weight by dy at the position of the maximum, and by zero at
+the other positions. The CTA then writes each position of dx once. The kernel does not use shared memory.
 
-As in the forward, windows do not overlap, and the convolution's stride is 1.
+Windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses
@@ -27,10 +27,9 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_CELL_SUMS = 48
 """Maximum number of sums of dx that a thread keeps in registers."""
 _MAX_CELL_REGISTERS = 200
-"""Maximum number of registers per thread for the sums of dx, for the gradients at the positions of the maxima, and for
-dy and indices that are being loaded. The remaining registers are for weights."""
+"""Maximum number of registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""Maximum number of unrolled products in the kernel's code. A thousand products take up to two seconds to compile."""
+"""Maximum number of unrolled products in the kernel. A thousand products take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +37,10 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      channels: number of input channels per CTA, which divides the number of all input channels.
-      cells: number of adjacent cells per CTA. The last CTA of a row may have fewer. A CTA loads each weight once for
-        all of its cells.
-      ahead: number of output channels per turn of the loop, which divides the number of all output channels. A turn
-        multiplies the gradients of its channels, while the gradients of the next turn's channels are loaded.
+      channels: input channels per CTA, a divisor of all input channels.
+      cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
+      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients of the next
+        iteration's channels are loaded.
     """
 
     channels: int
@@ -51,7 +49,7 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of cells that cover the input."""
+    """Return the rows and columns of cells that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -62,7 +60,7 @@ def _input_gradient_unsupported(dy: Any, place: Any, w: Any, *, window: tuple[in
 def _input_gradient_heuristic(
     dy: Any, place: Any, w: Any, *, input_size: tuple[int, int], window: tuple[int, int]
 ) -> InputGradientConfig:
-    # Tuned on an H200, at batches from 128 to 8192 (docs/lab/2026-11-25-lenet.md).
+    # Tuned on an H200, at batches from 128 to 8192: docs/lab/2026-11-25-lenet.md.
     (K, C, F, G), (R, S), (rows, columns) = w.shape, window, _cells(input_size, window)
     programs, multiprocessors = (dy.shape[-1] // LANES) * rows, device.target().multiprocessors
     sizes = sorted({-(-columns // groups) for groups in range(1, columns + 1)}, reverse=True)
@@ -70,14 +68,14 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the largest numbers of cells and channels per CTA with which enough CTAs remain to keep the GPU busy.
+    # Choose the largest numbers of cells and channels per CTA that leave enough CTAs to keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
     enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
     channels = largest_divisor(C, most, enough)
 
-    # With fewer cells, a CTA multiplies less per turn, and must load gradients further ahead.
+    # With fewer cells, a CTA multiplies less per iteration, and must load gradients further ahead.
     registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
     fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
     ahead = largest_divisor(K, min(4, -(-columns // cut.cells)), fits)
@@ -85,12 +83,7 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """The cells of one CTA, and the windows whose filters reach them.
-
-    Attributes:
-      cells: number of adjacent cells.
-      windows: columns of the windows whose filters reach these cells, relative to the column of the first cell.
-    """
+    """The cells of one CTA, and the columns of the windows whose filters reach them, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -98,13 +91,11 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of cells into groups, one per CTA. All groups have the same number of cells, but the last
-    may have fewer.
+    """The division of a row of cells into groups, one per CTA. The last group may have fewer cells.
 
     Attributes:
-      columns: number of columns of cells.
-      cells: number of cells per group.
-      Q, G, S: number of columns of windows, number of columns of the filter, and number of columns of one window.
+      columns, cells: numbers of columns of cells in total and per group.
+      Q, G, S: numbers of columns of windows, of the filter, and of one window.
     """
 
     columns: int
@@ -119,7 +110,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the indices of the groups that it describes. These groups are adjacent."""
+        """Map each distinct `_Part` to the indices of its groups, which are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -130,13 +121,13 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Return the maximum, over all groups, of the number of windows whose filters reach the group's cells."""
+        """Maximum number of windows whose filters reach a group's cells."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Count the products along the column axis, over all distinct parts. A product is a combination of a window, a
-        column of the window, and a filter column that contributes to one of the part's cells."""
+        """Number of products along the column axis, over all distinct parts. A product is a window, a column in it,
+        and a filter column that together contribute to a cell of the part."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -158,7 +149,7 @@ def input_gradient(
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima that the forward returns.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima from the forward.
       w: `(K, C, F, G)`.
       input_size: height H and width W of the input.
 
@@ -174,11 +165,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # The weights of one tap for all channels of a CTA are adjacent, so that one instruction loads several weights.
+        # The weights of one tap for all channels of a CTA are adjacent, so that one instruction loads several.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The CTAs for the rows that the most windows reach start first, so that the CTAs that start last take little
-        # time.
+        # CTAs for the rows that the most windows reach start first, so that the last CTAs take little time.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -186,19 +176,15 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """Return the n-th of the integers 0 to `count - 1`, ordered from the middle outwards, alternately after and before
-    the middle. For a count of 5, the order is 2, 3, 1, 4, 0."""
+    """Return the n-th of the integers 0 to `count - 1`, ordered from the middle outwards, after the middle first. For a
+    count of 5, the order is 2, 3, 1, 4, 0."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """One CTA, which computes dx for a group of cells of one row, a few input channels, and `LANES` examples.
-
-    Attributes:
-      rows: number of rows of cells.
-    """
+    """One CTA, which computes a group of cells in one of `rows` rows, for a few input channels and `LANES` examples."""
 
     window: tuple[int, int]
     rows: int
@@ -207,19 +193,18 @@ class _InputGradientProgram:
 
     def body(self, dy, place, w, dx, *, row, block, group, c):
         at = outwards(row, self.rows), group * self.cut.cells, c, pl.ds(block * LANES, LANES)
-        # Each distinct part has separate code, so that no products are computed for windows that do not exist.
+        # Separate code per part avoids products for windows that do not exist.
         for part, groups in self.cut.parts.items():
             fill_cells = functools.partial(self.fill_cells, dy, place, w, dx, at, part)
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute dx for the cells of `part`. `at` is the row and column of the first cell, the index of the group of
-        input channels, and the slice of examples."""
+        """Compute the cells of `part`. `at` is the row and column of the first cell, the index of the input channels,
+        and the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
-        # Loop upwards over the rows of windows whose filters reach the cells. The first of these rows lies at the
-        # cells.
+        # From the cells' row upwards, loop over the rows of windows whose filters reach the cells.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)
@@ -241,14 +226,12 @@ class _InputGradientProgram:
             dx[c * channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
 
     def gradients(self, dy, place, p, columns, lanes, first):
-        """Load the gradients and the indices of the maxima of row p of windows, at the given columns. The channels are
-        `ahead` output channels, starting with `first`."""
+        """Load dy and the indices of the maxima in row p of windows, for `ahead` output channels from `first` on."""
         of_window = lambda k, q: (dy[k, p, q, lanes], place[p, k, q, lanes].astype(jnp.int32))  # noqa: E731
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
     def add_windows(self, w, c, back, part, k, gradients, sums):
-        """Add the contributions, in output channel k, of the row of windows that lies `back` rows above the cells. In
-        each window, only the position of the maximum contributes."""
+        """Add the products for output channel k and the row of windows that lies `back` rows above the cells."""
         (*_, F, G, channels), (R, S), width = w.shape, self.window, part.cells * self.window[1]
         products = {}
         for column, (gradient, maximum) in zip(part.windows, gradients, strict=True):

@@ -1,19 +1,19 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch as the last axis.
 
-A group consists of a few adjacent pooling windows in a row. The input is divided into cells, each as high as a window
-and as wide as a group. Every group then has a cell at its position. The filters of the group's windows reach only this
-cell, the cells below it, and the cells directly to the right of these:
+A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
+group. The filters of a group reach the group's cell, the cells below it, and the cells to the right of these. `wgmma`
+computes each cell as a sum of products, with one row per example:
 
-    dx[cell (m, j)] = sum over a, b of routed[row m - a, group j - b] @ weights[a, b].
+    dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-Here m is a row and j a column of cells. a is the number of rows from the group down to the cell. b is 0 for a group in
-the cell's column, and 1 for a group in the column to its left. The matrix `routed` has dy at the positions of the
-windows' maxima and zero elsewhere. The rows of `routed` are examples. float32 operands are rounded to TF32.
+m is a row of cells and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in
+the cell's column, and 1 for the group to its left. `routed` has dy at the positions of the windows' maxima, and zeros
+elsewhere. `weights` has the filters. float32 operands are rounded to TF32.
 
-A CTA computes dx for 64 examples, and each of its warpgroups computes one column of cells. The weights are the same for
-every cell, and stay in shared memory. For each row of windows, a warpgroup loads dy and the indices of the maxima into
-registers, and writes one group's `routed` matrix to shared memory. The sums of a cell stay in registers until the last
-row of windows that reaches the cell. They are then copied to dx through shared memory.
+A CTA computes dx for 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory
+once. For each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's
+`routed` to shared memory. The sums of a cell stay in registers until the last row of windows that reaches the cell. TMA
+then copies them to dx through shared memory.
 """
 
 import dataclasses
@@ -38,12 +38,11 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the number of rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Number of columns of an operand's tile. The gradients of a group at one window position must fill whole tiles."""
+"""Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four, each of the 512 threads has 128 registers, enough for its sums."""
+"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Maximum number of sums per thread, for all cells of a column that one row of windows reaches. With more, the thread
-would spill registers."""
+"""Maximum number of sums per thread, for all cells of a column that one row of windows reaches. More would spill."""
 _MIN_BATCH = 2048
 """Batch size below which products by cuBLAS are as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
@@ -52,11 +51,7 @@ MIN_JAX = (0, 11, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `input_gradient`.
-
-    Attributes:
-      windows: number of adjacent windows in a group.
-    """
+    """Tile of `input_gradient`: the number of adjacent windows in a group."""
 
     windows: int
 
@@ -70,8 +65,6 @@ class _Sizes:
       P, Q: numbers of rows and columns of windows.
       F, G: numbers of rows and columns of a filter.
       R, S: numbers of rows and columns of a window.
-      itemsize: bytes per element of dy.
-      windows: number of adjacent windows in a group.
     """
 
     K: int
@@ -87,7 +80,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Number of rows of cells that the filters of one row of windows reach."""
+        """Rows of cells that the filters of one row of windows reach."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -96,7 +89,6 @@ class _Sizes:
 
     @property
     def warpgroups(self) -> int:
-        """Number of warpgroups per CTA: one per column of cells."""
         return self.groups + 1
 
     @property
@@ -105,7 +97,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Number of elements in a row of a cell, for all channels."""
+        """Elements in a row of a cell, for all channels."""
         return self.C * self.cell_width
 
     @property
@@ -114,16 +106,15 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Number of elements of dy for one group and one example: one per window and output channel."""
+        """Elements of dy per group and example."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Number of columns of `routed`: one per window position and element of dy of a group."""
+        """Columns of `routed`: one per window position and element of dy."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
-        """Whether the sizes suit the tensor cores' tiles, registers, and shared memory."""
         operands = self.routed * (2 * self.reach * self.cell + self.groups * _EXAMPLES)
         staging = self.warpgroups * _EXAMPLES * self.cell_row
         return (
@@ -166,23 +157,17 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Compute the gradient with respect to x from half-precision operands, or from float32 operands rounded to TF32.
+    """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x, in dy's dtype, with float32 sums.
 
-    Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. The batch N is a
-        multiple of 64.
-      w: `(K, C, F, G)`.
-      input_size: height H and width W of the input.
-
-    Returns:
-      dx `(C, H, W, N)` in dy's dtype, summed in float32.
+    Arguments and shapes are those of `conv2d_relu_max_pool2d_input_gradient.input_gradient`. N is a multiple of 64, w
+    is rounded to dy's dtype, and float32 operands are rounded to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # This is the order in which the forward wrote the indices: row of windows first.
+        # The forward wrote the indices with the row of windows as the first axis.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -201,9 +186,9 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `[a, b, (r, c, v), (t, q, k)]`. An element is the weight of input channel c and output
-    channel k that connects position t of a group's window q with pixel (r, v) of a cell. The cell lies a rows of cells
-    below the group and b columns of cells to its right."""
+    """Return `weights[a, b]`, transposed to rows (r, c, v) and columns (t, q, k). An element is
+    `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the filter. (r, v) is a pixel of a cell of
+    `width` columns, and t = (tr, ts) is a position in window q of a group."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -222,13 +207,11 @@ class _Program:
     """One warpgroup, which computes one column of cells for 64 examples.
 
     Attributes:
-      dy, place, matrices, dx: gradient with respect to y, indices of the maxima, weights, and result, in device memory.
-      weights: copy of `matrices` in shared memory.
-      loaded: barrier at which the copies of the matrices arrive.
-      operands: each group's `routed` matrix for one row of windows.
-      met: barrier at which all warpgroups of the CTA wait for each other.
-      staging: one row of pixels of each warpgroup's cell, to be copied to dx.
-      group: index of the group whose `routed` matrix this warpgroup writes. The last warpgroup writes none.
+      dy, place, matrices, dx: device memory: gradient with respect to y, indices of the maxima, weights, and result.
+      weights, operands, staging: shared memory: weights, each group's `routed`, and one row of each warpgroup's cell.
+      loaded: barrier of the copies of the weights.
+      met: barrier at which all warpgroups wait for each other.
+      group: group whose `routed` this warpgroup writes. The last warpgroup writes none.
     """
 
     sizes: _Sizes
@@ -261,8 +244,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of the p-th row of windows to the sums of the warpgroup's cells. Write the cell that no
-        later row of windows reaches, and return the sums of the other cells."""
+        """Add the products of row p of windows. Write the cell that no later row of windows reaches, and return the
+        sums of the other cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
@@ -278,8 +261,7 @@ class _Program:
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
-        """Load dy and the indices of the maxima into registers, for the warpgroup's group in the p-th row of
-        windows."""
+        """Load dy and the indices of the maxima for the warpgroup's group in row p of windows."""
         sizes = self.sizes
         windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
@@ -306,8 +288,7 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Add to this column of cells the contributions of the group in the same column and of the group in the column
-        to its left."""
+        """Add the products of the group in the same column as the cells, and of the group to its left."""
         sizes = self.sizes
 
         def add_group(b, _):
@@ -320,7 +301,7 @@ class _Program:
         lax.fori_loop(first, end, add_group, None)
 
     def write(self, m, cell):
-        """Copy a cell of the m-th row of cells to dx, one row of pixels at a time."""
+        """Copy a cell of row m to dx, one row of pixels at a time."""
         sizes, staging = self.sizes, self.staging.at[self.warpgroup]
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,12 +1,11 @@
 """Gradients of `conv2d_relu_max_pool2d` with respect to w and b in exact float32 on the CUDA cores, batch last.
 
-Each lane has one example. A CTA keeps the sums for a few output channels and one input channel in registers. It
-computes them for one split, which is a part of the windows and of the batch. For each window, the CTA reads dy, the
-index of the maximum, and the patch of x under the window. It multiplies dy by the part of the patch that the filter
-covers at the position of the maximum. At the end, it adds up the lanes of each sum through shared memory. XLA then adds
-the sums of all splits.
+A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
+the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane loads dy, the index of
+the maximum, and the patch of x under the window from device memory. It multiplies dy by the part of the patch that the
+filter covers at the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds the splits.
 
-As in the forward, windows do not overlap, and the convolution's stride is 1.
+Windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses
@@ -34,15 +33,12 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums that a thread keeps in registers. A thread has 255 registers, and needs some of them for
-operands and addresses."""
+"""Maximum number of sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
 _OTHER_REGISTERS = 30
-"""Number of registers per thread for everything but its sums and its patch of the image. With this value, the computed
-number of resident CTAs per multiprocessor equals the number that follows from ptxas' register counts, for LeNet's
-filters."""
+"""Registers per thread besides sums and patch. With this value, the computed number of resident CTAs agrees with ptxas'
+register counts for LeNet's filters."""
 _MAX_PATCH = 72
-"""Maximum number of elements of the patch that a thread reads at once. The patch under four of LeNet's windows is the
-largest that was measured (docs/lab/2026-11-24-lenet.md)."""
+"""Maximum number of elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Bytes of shared memory that Mosaic reserves for sums across warps."""
 
@@ -52,11 +48,9 @@ class WeightsGradientConfig:
     """Tiles of `weights_gradient`.
 
     Attributes:
-      channels: number of output channels per CTA, which divides the number of all output channels.
-      windows: number of adjacent windows whose common patch of the image a CTA reads at once. It divides the number of
-        windows in a row.
-      programs_per_multiprocessor: number of CTAs to launch per multiprocessor, if there are enough units of work. The
-        windows and the batch are divided among these CTAs.
+      channels: output channels per CTA, a divisor of all output channels.
+      windows: adjacent windows whose common patch a thread reads at once, a divisor of the windows in a row.
+      programs_per_multiprocessor: CTAs per multiprocessor, if there are enough units of work.
     """
 
     channels: int
@@ -64,14 +58,12 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units of work. A unit is `windows` adjacent windows for one block of `LANES`
-        examples."""
+        """Return the number of units of work: `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits with which `programs_per_multiprocessor` CTAs are launched per multiprocessor.
-        There cannot be more splits than units."""
+        """Return the number of splits for `programs_per_multiprocessor`, which may exceed the number of units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -81,7 +73,6 @@ class WeightsGradientConfig:
         return -(-units // min(units, self.wanted_splits(dy, x)))
 
     def splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits of the units."""
         return -(-self.units(dy) // self.units_a_split(dy, x))
 
 
@@ -90,8 +81,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the number of sums for `channels` output channels, each with `taps` weights and one bias, rounded up as
-    `sums_over_lanes` requires."""
+    """Return the number of sums, one per weight and bias of each channel, rounded up for `sums_over_lanes`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -107,7 +97,7 @@ def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[
 
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
-    """Return the config by a rule that was found in a sweep on an H200."""
+    """Return the config by a rule found in a sweep on an H200."""
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
@@ -115,7 +105,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # If there are fewer units than wanted splits, give each CTA one output channel instead of two, for more CTAs.
+        # If there are fewer units than wanted splits, use more CTAs with one output channel each.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
@@ -125,13 +115,11 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b. Each split of the windows and the
-    batch is summed in a fixed order.
+    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
-      dy: `(K, P, Q, N)`, the gradient with respect to y.
-      place: `(K, P, Q, N)`, the indices of the maxima that the forward returns.
-      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima from the forward.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1. R and S are the window's rows and columns.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
@@ -157,7 +145,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward wrote the indices in this order, so that XLA need not transpose them.
+        # The forward wrote the indices with the row of windows as the first axis.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -168,14 +156,12 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     )
     sums = jnp.sum(sums, axis=0)
     dw = sums[:, :, :taps].reshape(K // channels, C, channels, F, G).swapaxes(1, 2).reshape(K, C, F, G)
-    # The CTAs of all input channels compute the same bias gradient. The result is the sum for the first input channel.
+    # The CTAs of all input channels compute the same bias gradient.
     return dw, sums[:, 0, taps : taps + channels].reshape(K)
 
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradientProgram:
-    """One CTA, which computes the sums of one split for a few output channels and one input channel."""
-
     window: tuple[int, int]
     filter_size: tuple[int, int]
     config: WeightsGradientConfig
@@ -191,8 +177,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return the sums for the weights, then the sums for the biases, then zeros that pad the list to the length of
-        `_sums`. Each sum is a vector with one partial sum per lane."""
+        """Return vectors with one partial sum per lane: for the weights, for the biases, and zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

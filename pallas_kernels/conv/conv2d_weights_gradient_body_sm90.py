@@ -1,11 +1,10 @@
-"""Body of the kernels in `conv2d_weights_gradient_sm90`: copies, products, and the gradients computed from the sums.
+"""Body of the kernels in `conv2d_weights_gradient_sm90`, which compute weight gradients on Hopper's tensor cores.
 
-A unit is one row of windows for the examples of one step. For each unit, bulk copies bring x's rows and dy into a stage
-of the ring in shared memory. The warpgroups then write the routed gradient to shared memory. For
-`conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. For `conv2d`, it is dy, rounded.
-Each warpgroup then multiplies 64 rows of the left operand by the right operand, and keeps the sums in registers. After
-the last unit, the CTA writes the sums to device memory, and reads them back through the L2 cache. It adds up the sums
-that belong to each weight and each bias, and writes the gradients for its part.
+A unit is one row of windows for the examples of one step. For each unit, TMA copies x's rows and dy into a stage of the
+ring in shared memory. The warpgroups write the routed gradient to shared memory: for `conv2d_relu_max_pool2d`, dy at
+the positions of the maxima and zero elsewhere; for `conv2d`, dy. Each warpgroup multiplies 64 rows of the left operand
+by the right operand, and keeps the sums in registers. After the last unit, the CTA writes its sums to device memory,
+and reads them back through the L2 cache. It adds up the sums of each weight and each bias, and writes the gradients.
 """
 
 import dataclasses
@@ -25,8 +24,7 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Maximum number of sums that a thread gathers by one operation: a row of a block in `core.gathers` has up to 16
-bytes."""
+"""Maximum number of sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
@@ -42,22 +40,18 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup of a CTA. The CTA computes the sums of one split, for a part of the input channels and of the
-    window positions. Subclasses define how dy is copied and routed.
+    """One warpgroup. Its CTA has one split, and a part of the input channels and of the window positions. Subclasses
+    define how dy is copied and routed.
 
     Attributes:
-      x, dy, place: input, gradient with respect to the output, and indices of the maxima, in device memory. place is
-        None for `conv2d`.
-      out: the sums of all CTAs, in device memory. The caller discards them and uses only the gradients.
-      gradients: the gradients with respect to w and b of all CTAs, in device memory.
-      xs: stages with rows of x, followed by eight rows of ones.
-      routed: buffers for the routed gradient, in shared memory.
-      loaded: barriers at which the copies into a stage arrive, one per stage.
-      ready: barrier at which the warpgroups wait until all of them have written the routed gradient.
-      dys, places: stages of dy and of the indices in shared memory, or None for `conv2d`.
+      x, dy, place, out, gradients: device memory: input, gradient with respect to the output, indices of the maxima or
+        None, sums of all CTAs, and gradients with respect to w and b of all CTAs. The caller discards `out`.
+      xs, dys, places: stages with rows of x and eight rows of ones, with dy, and with indices. `conv2d` has no `dys`
+        and `places`.
+      routed: shared memory for the routed gradient.
+      loaded, ready: barriers of the copies into the stages, and of the warpgroups after they have routed dy.
       sums: the warpgroup's accumulator.
-      split, c, t: indices of the CTA's split, of its part of the input channels, and of its part of the window
-        positions.
+      split, c, t: indices of the CTA's split, part of the input channels, and part of the window positions.
       first, steps: index of the split's first unit, and number of its units.
     """
 
@@ -95,8 +89,7 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Compute one vector of `LANES` gradients. Each is a total of sums over windows and positions, which are read
-        through the L2 cache."""
+        """Compute one vector of `LANES` gradients, each a total of sums over windows and positions."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
@@ -116,7 +109,7 @@ class _Program:
         self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
 
     def routed_row(self, t, k, q):
-        """Return the index of the routed gradient's row for position t, output channel k, and window q."""
+        """Return the row of the routed gradient for position t, output channel k, and window q."""
         raise NotImplementedError
 
     def begin(self, ring):
@@ -130,8 +123,7 @@ class _Program:
         stage = ring.stage(step)
         ring.wait(step)
         xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
-        # Each warpgroup waits for its last product before the barrier. After the barrier, this product's operands may
-        # therefore be overwritten.
+        # After the barrier, all warpgroups have finished their last product, whose operands may then be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
         plgpu.barrier_wait(self.ready)
@@ -158,20 +150,19 @@ class _Program:
 
     @property
     def share(self):
-        """Number of rows of dy that each warpgroup routes."""
+        """Rows of dy that each warpgroup routes."""
         return self.sizes.gradient_rows // self.sizes.warpgroups
 
     @property
     def layout(self):
-        """Layout with two rows per warp, with which a warp accesses shared memory without bank conflicts."""
+        """Layout with two rows per warp, for accesses to shared memory without bank conflicts."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """One warpgroup of `weights_gradient`. It routes dy to the positions of the windows' maxima, and alternates between
-    two buffers."""
+    """One warpgroup of `weights_gradient`, which routes dy into two buffers in turn."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q
@@ -200,7 +191,7 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """One warpgroup of `correlate_batch`. The routed gradient is dy, which is rounded in place if it is float32."""
+    """One warpgroup of `correlate_batch`, which rounds float32 dy to TF32 in place."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

@@ -1,9 +1,7 @@
-"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of the cheapest config.
+"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of their config.
 
-A config divides the sums among CTAs. The shapes of the arrays and the config determine the rows and columns of a CTA's
-product, its warpgroups, the bytes of its stages in shared memory, and the clocks that all CTAs take. `cheapest_config`
-tries every config and returns the one with the fewest clocks among those that suit the tensor cores' tiles, registers,
-and shared memory.
+The shapes and a config determine the product of each CTA, its warpgroups, its shared memory, and the clocks that all
+CTAs take. `cheapest_config` returns the config with the fewest clocks.
 """
 
 import dataclasses
@@ -16,16 +14,14 @@ from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 TILE = 64
 """Number of rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. The 512 threads of four warpgroups have 128 registers each, which hold their
-sums."""
+"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers for its sums and the rest."""
 _MAX_COLUMNS = 160
-"""Maximum number of columns of a CTA's product. A thread keeps one sum in registers for every two columns. With 144
-sums, it spills registers."""
+"""Maximum number of columns of a CTA's product. A thread keeps one sum per two columns. With 144 sums, it spills
+registers."""
 _MAX_STAGES = 4
 """Maximum number of stages. Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Bytes of shared memory that stages leave for barriers, for sums across warps, and as a reserve. The stages were
-measured with this value."""
+"""Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were measured with this value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +29,11 @@ class Config:
     """The division of the sums among CTAs.
 
     Attributes:
-      channels: number of input channels per CTA.
-      places: number of window positions per CTA.
-      images_on_left: whether the rows of x form the left operand, and the rows of the routed gradient the right
-        operand. If False, the operands are exchanged. The left operand is divided into tiles of 64 rows, one per
-        warpgroup.
-      stages: number of stages of the pipeline.
+      channels: input channels per CTA.
+      places: window positions per CTA.
+      images_on_left: whether x is the left operand and the routed gradient the right operand, or the reverse. The left
+        operand is divided into tiles of 64 rows, one per warpgroup.
+      stages: stages of the pipeline.
     """
 
     channels: int
@@ -54,11 +49,10 @@ class Sizes:
 
     Attributes:
       K, C: numbers of output and input channels.
-      P, Q: number of rows of windows, and number of windows per row.
+      P, Q: numbers of rows of windows, and of windows per row.
       N: batch size.
       H, W: numbers of rows and columns of x.
       R, S: numbers of rows and columns of a window.
-      dtype: dtype of dy and x.
     """
 
     K: int
@@ -79,12 +73,12 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Number of rows of x under the filters of one row of windows."""
+        """Rows of x under the filters of one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones. The ones follow the rows of x."""
+        """Index of the first row of ones, which follow the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -97,27 +91,27 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a CTA's product, which are the rows of the right operand."""
+        """Columns of a CTA's product: the rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
     def taps(self) -> int:
-        """Number of weights per output channel for a CTA's input channels."""
+        """Weights per output channel for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of `LANES` that hold a CTA's gradients, first of w as `(c, u, v, k)`, then of b."""
+        """Vectors of `LANES` that hold a CTA's gradients, first of w as `(c, u, v, k)`, then of b."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
     def x_rows(self) -> int:
-        """Number of rows of shared memory per stage for x and the ones."""
+        """Rows of shared memory per stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
     def gradient_rows(self) -> int:
-        """Number of rows of dy per stage. Each warpgroup stages an equal share of them."""
+        """Rows of dy per stage, of which each warpgroup routes an equal share."""
         raise NotImplementedError
 
     @property
@@ -131,24 +125,23 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """Number of stages: the most that fit."""
+        """The largest number of stages that fit."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Number of parts into which the input channels are divided, and number of parts into which a window's
-        positions are divided."""
+        """Numbers of parts of the input channels, and of a window's positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
     def examples(self) -> int:
-        """Examples per step: the number that fills a row of an operand."""
+        """Examples per step: a row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property
     def units(self) -> int:
-        """Number of units of all splits together. A unit is one row of windows for the examples of one step."""
+        """Units of all splits. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -156,7 +149,6 @@ class Sizes:
         return -(-self.units // splits)
 
     def fit(self) -> bool:
-        """Whether the sizes suit the tensor cores' tiles, registers, and shared memory."""
         return (
             1 <= self.warpgroups <= _MAX_WARPGROUPS
             and self.columns <= _MAX_COLUMNS
@@ -166,15 +158,14 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks per unit, for the CTAs of all parts. A product that sums over 8 values takes half
-        a clock per column and warpgroup. Loads take one clock per 24 bytes from the cache."""
+        """Return the estimated clocks per unit, for the CTAs of all parts. A product of depth 8 takes half a clock per
+        column and warpgroup. Loads take one clock per 24 bytes from the cache."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """Sizes of `weights_gradient`. A stage holds rows of x, dy, and the indices. Each step routes dy into one of two
-    other buffers."""
+    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices. dy is routed into two other buffers."""
 
     @property
     def gradient_rows(self) -> int:
@@ -190,7 +181,7 @@ class _PooledSizes(Sizes):
 
 
 class _ConvolutionSizes(Sizes):
-    """Sizes of `correlate_batch`. A stage holds rows of x and dy, and the product reads both from the stage."""
+    """Sizes of `correlate_batch`. A stage holds x and dy, the operands of the product."""
 
     @property
     def gradient_rows(self) -> int:
@@ -201,28 +192,23 @@ class _ConvolutionSizes(Sizes):
         return OPERAND_BYTES * (self.x_rows + self.routed_rows)
 
     def fit(self) -> bool:
-        # dy's rows are copied one channel at a time.
+        # dy is copied one channel at a time.
         return self.config.places * self.Q % 8 == 0 and super().fit()
 
 
 def pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> Sizes:
-    """Return the sizes of `weights_gradient` for these arrays and this config."""
     return _PooledSizes(*dy.shape, *x.shape[:3], *window, dy.dtype, config)
 
 
 def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
-    """Return the sizes of `correlate_batch`, where each product has `rows` rows of the convolution's output."""
+    """Return the sizes of `correlate_batch` with `rows` rows of the output per product."""
     K, out_rows, Q, N = dy.shape
     return _ConvolutionSizes(K, out_rows // rows, Q, N, *x.shape[:3], rows, 1, dy.dtype, config)
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clocks, or None if the operands' rows do not come in multiples of eight or no
-    config fits.
-
-    Args:
-      sizes: function that maps a config to its `Sizes`.
-    """
+    """Return the config with the fewest clocks, or None if no config fits or the operands' rows are not multiples of
+    eight. `sizes` maps a config to its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

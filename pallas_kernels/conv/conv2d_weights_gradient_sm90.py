@@ -4,17 +4,17 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-Here c and k are input and output channels, and n is an example. (i, j) are a row and a column of x under the windows'
-filters. q is a window of R x S positions t. `routed` is dy at the positions of the maxima, and zero elsewhere. The
-summed axis, the batch, is the last axis of both operands. The tensor cores require this of float32 operands, which are
-rounded to TF32. The sums with `j = q * S + s + v` and `i = r + u`, where (r, s) is position t, add up to the gradient
-of w[k, c, u, v]. The other sums, two in three for LeNet's second block, are not used.
+c and k are input and output channels, and n is an example. (i, j) is a row and a column of x under the windows'
+filters. t is a position in window q of R x S positions. `routed` is dy at the positions of the maxima, and zero
+elsewhere. The sums with `i = r + u` and `j = q * S + s + v`, where (r, s) is position t, add up to the gradient of
+w[k, c, u, v]. The other sums, two in three for LeNet's second block, are not used.
 
-A CTA computes these sums for one part of the input channels, one part of the window positions, and one split of the
-rows of windows and the batch.
+The batch is contiguous in both operands, as the tensor cores require of float32 operands, which are rounded to TF32.
+A CTA computes these sums for a part of the input channels, a part of the window positions, and a split of the rows of
+windows and the batch. `conv2d_weights_gradient_body_sm90` describes its data flow.
 
-For `conv2d`, a row p of windows is a block of R rows of the output, t is a row in this block, and S is 1. `routed` is
-dy, rounded to TF32 if it is float32. In both cases, a row of ones after the rows of x yields the bias gradient.
+For `conv2d`, a row of windows is a block of R rows of the output, t is a row in this block, and S is 1. `routed` is dy.
+In both cases, rows of ones after the rows of x yield the bias gradient.
 """
 
 import functools
@@ -40,7 +40,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""Batch size below which extracting the gradients from the sums takes the time that the tensor cores save."""
+"""Batch size below which computing the gradients from the sums takes the time that the tensor cores save."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -63,18 +63,12 @@ def _misfit(dy, x):
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, with float32 rounded to TF32.
+    """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` with float32 operands rounded to TF32.
 
-    Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. The batch N is a
-        multiple of `LANES`.
-      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
-
-    Returns:
-      dw `(K, C, F, G)` and db `(K,)` in float32.
+    Arguments, shapes, and results are the same.
     """
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward wrote the indices in this order, by rows of windows.
+    # The forward wrote the indices with the row of windows as the first axis.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -89,8 +83,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the number of rows of the convolution's output per product, or None if no R is supported. R times the
-    columns of x, and R times the columns of dy, must be multiples of eight."""
+    """Return R, the rows of the output per product, or None if no R is supported. The operands' rows, R * W of x and
+    R * Q of dy, must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -106,8 +100,9 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d.correlate_batch` with stride 1, and the sum of dy for each output channel. If the arrays are
-    float32, dy is rounded to TF32, and x is truncated to TF32.
+    """Compute `conv2d.correlate_batch` with stride 1, and the sum of dy for each output channel.
+
+    If the arrays are float32, dy is rounded and x is truncated to TF32.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
@@ -133,7 +128,7 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     Args:
       buffers: number of buffers for the routed gradient.
       copies: number of copies that fill a stage.
-      dys_and_places: shared memory for the stages of dy and of the indices, or None for both if dy is not routed.
+      dys_and_places: shared memory for stages of dy and of the indices, if dy is routed.
     """
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
@@ -159,6 +154,5 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     gradients = jnp.sum(gradients, axis=(0, 2))
     taps = sizes.taps * sizes.K
     dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
-    # The CTAs of all parts of the input channels compute the same bias gradient. The result is the sum for the first
-    # part.
+    # The CTAs of all parts of the input channels compute the same bias gradient.
     return dw, gradients[0, taps : taps + sizes.K]

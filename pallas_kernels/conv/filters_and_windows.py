@@ -1,4 +1,4 @@
-"""Helpers for filters and pooling windows, shared by the forward and backward kernels of `conv2d_relu_max_pool2d`."""
+"""Helpers for filters and pooling windows, shared by the kernels of `conv2d_relu_max_pool2d`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ MAX_PLACES = 16
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
-    """Return why the exact float32 kernels do not support filters and windows of these sizes, or None if they do."""
+    """Return why the exact float32 kernels do not support filters and windows of these sizes, or None."""
     if filter_rows * filter_columns > MAX_TAPS:
         return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} positions"
     if window[0] * window[1] > MAX_PLACES:
@@ -19,8 +19,7 @@ def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) 
 
 
 def first_maximum(values):
-    """Return the elementwise maximum of a list of vectors, and for each element the index of the first vector that
-    attains it."""
+    """Return the elementwise maximum of a list of vectors, and the index of the first vector that attains it."""
     largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)
     for t, value in enumerate(rest, start=1):
@@ -30,8 +29,7 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]`, or zero where (row, column) lies outside the filter. `row` and `column` are
-    integer arrays that broadcast against each other."""
+    """Return `w[:, :, row, column]` for integer arrays that broadcast, or zero where (row, column) is outside."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

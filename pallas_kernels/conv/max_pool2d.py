@@ -1,10 +1,9 @@
-"""Backward of max-pooling as a gather. Each input position collects the gradients of the windows that selected it.
-Because a single CTA writes each position, the kernel needs no atomic additions.
+"""Backward of max-pooling as a gather: each input position adds the gradients of the windows that selected it.
 
-The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes dx for one channel, one
-block of the batch, and one row of cells. It loops over these cells. For each cell, it reads dy and the index of the
-maximum for all windows that can contain the cell's positions. It adds the gradients in float32 registers, and then
-writes each position of dx once. The kernel does not use shared memory.
+The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
+channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
+of every window that can contain the cell's positions. It adds the gradients in float32 registers, and writes each
+position of dx once, without atomics. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -23,11 +22,7 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Tiles of `scatter_gradients`.
-
-    Attributes:
-      lane_block: number of examples per CTA, which is the length of the CTA's vectors along the batch axis.
-    """
+    """Tile of `scatter_gradients`: examples per CTA."""
 
     lane_block: int
 
@@ -49,12 +44,12 @@ def scatter_gradients(
 ) -> Array:
     """Compute `dx[c, i, j, n]`, the sum of `dy[c, p, q, n]` over the windows (p, q) whose maximum was at (i, j).
 
-    Here c is a channel, (i, j) an input position, and n an example. Each position is written exactly once, whether or
-    not windows overlap, leave gaps, or reach into the padding.
+    c is a channel, (i, j) an input position, and n an example. Windows may overlap, leave gaps, or reach into the
+    padding.
 
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
-      indices: integers of dy's shape. The position (u, v) of a window's maximum is given as `u * window[1] + v`.
+      indices: integers of dy's shape. The position (u, v) of a window's maximum is `u * window[1] + v`.
       input_size: height H and width W of the input.
       padding: number of padding rows above the input, and of padding columns to its left.
 
@@ -62,8 +57,7 @@ def scatter_gradients(
       dx `(C, H, W, N)` in dy's dtype.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # In padded coordinates, row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1,
-    # and so on.
+    # Padded row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1, and so on.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
@@ -79,8 +73,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # For each window that can contain them, list along each axis the number of cells from the window's first cell to
-    # this cell, and the offset of this cell within the window.
+    # Along each axis, for each window that can contain the cell: the cells from the window's first cell to this cell,
+    # and the offset of this cell within the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

@@ -1,4 +1,4 @@
-"""Tiles of pooling windows, for the forwards of convolution, ReLU, and max-pooling on Hopper's tensor cores."""
+"""Tiles of pooling windows in the forwards of `conv2d_relu_max_pool2d` on Hopper's tensor cores."""
 
 import dataclasses
 from typing import Any, Self
@@ -10,12 +10,12 @@ EXAMPLES = 64
 MAX_BOX = 256
 """Maximum number of elements along each axis of a bulk copy."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory that are reserved for the barriers. Operands follow the barriers, aligned to 1024 bytes."""
+"""Bytes of shared memory for the barriers. Operands follow, aligned to 1024 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes that follow from the shapes and a config. Tiles have `config.rows` x `config.columns` windows.
+    """Sizes for tiles of `config.rows` x `config.columns` windows.
 
     Attributes:
       K, C: numbers of output and input channels.
@@ -43,7 +43,7 @@ class WindowTiles:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the patch that a tile reads."""
+        """Rows and columns of the patch that a tile reads."""
         return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
@@ -52,12 +52,12 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units that are divided among warpgroups. A unit is a tile for one block of 64 examples."""
+        """Number of units that the warpgroups divide. A unit is a tile for one block of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of a unit's first window, and the index of its block of examples. Units of one
-        block are consecutive, so that concurrent CTAs read the same images from L2."""
+        """Return the row and column of a unit's first window, and its block of examples. Consecutive units have the
+        same block, so that concurrent CTAs read the same images from L2."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)

@@ -14,7 +14,7 @@ import jax
 _LOWERING = "pallas.mosaic_gpu.lowering"
 """End of the name of JAX's module that lowers a body, one equation after the other."""
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
-"""Folders whose lines an error does not name: JAX and this package."""
+"""Folders whose lines an error does not name."""
 _JIT = ("jit", "pjit")
 """Names of the primitive of `jax.jit` in different versions of JAX."""
 
@@ -67,11 +67,7 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return the error of the kernel `name` in terms of its body, or None if the error is not one of Mosaic's.
-
-    Args:
-      error: raised while Mosaic GPU lowered a body. Its traceback reaches into Mosaic's lowering.
-    """
+    """Return Mosaic's error in the body of the kernel `name`, explained, or None for any other error."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -83,8 +79,7 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equations that were being lowered when the error was raised, from the body's equation to the innermost
-    equation of its loops."""
+    """Yield the equations that were being lowered, from the body's equation to the innermost equation of its loops."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -94,10 +89,10 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`, " for the line of the body that has the innermost equation, or "" if it is unknown.
+    """Return "file:line: `code`, " for the body's line with the innermost equation, or "" if it is unknown.
 
-    JAX traces a jitted function such as `jnp.dot` once for several calls. Its equations therefore have the line of the
-    first call, so the line of the equation that calls it is used.
+    JAX traces a jitted function such as `jnp.dot` once for several calls. Its equations have the line of the first
+    call, so the line of the calling equation is used.
     """
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback

@@ -1,12 +1,11 @@
 """Kernels that are compiled while the surrounding program is still being lowered.
 
-XLA compiles the kernels of a program after lowering all of it, one after the other, on one core. Mosaic GPU caches
-compiled kernels in the process by their hash. A thread therefore compiles each kernel in a separate program, right
-after the kernel is lowered.
+XLA compiles the kernels of a program one after the other, after lowering all of it. Mosaic GPU caches compiled kernels
+in the process by their hash. A thread therefore compiles each kernel in a separate program, right after the kernel is
+lowered.
 
-If a kernel fails to compile in the thread, it fails again when the surrounding program is compiled, and only then is
-the error raised. If the surrounding program needs a kernel before the thread has compiled it, the kernel is compiled
-twice, and the first result is used.
+An error in the thread is raised when the surrounding program compiles the kernel again. If this program needs a kernel
+before the thread has compiled it, both compile it, and the first result is used.
 """
 
 import dataclasses
@@ -22,16 +21,14 @@ from jax import export
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
 """Names under which different versions of JAX register Mosaic GPU's kernels."""
 _MIN_CORES = 4
-"""Smallest number of CPU cores for which kernels are compiled ahead. On two busy cores, compiling ahead saves no time:
-docs/lab/2026-11-24-compile.md."""
+"""Smallest number of CPU cores for compiling ahead. On two, it saves no time: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Return whether kernels are compiled before the program that contains them, which is being lowered.
+    """Return whether to compile kernels ahead of the program that contains them, which is being lowered.
 
-    This is the case if the program is lowered only for this machine's GPUs, if there are at least `_MIN_CORES` cores,
-    and if JAX has no persistent compilation cache. If JAX finds a program in this cache, it compiles none of the
-    program's kernels, and compiling them ahead would be useless.
+    This needs a program only for this machine's GPUs, `_MIN_CORES` cores, and no persistent compilation cache. If the
+    cache holds a program, JAX compiles none of its kernels.
     """
     return (
         jax.default_backend() == "gpu"
@@ -45,14 +42,11 @@ def compiles_ahead(module_context: Any) -> bool:
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
     """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting.
 
-    Args:
-      function: maps arrays to a list of arrays.
-      avals: the arrays' shapes and dtypes.
+    `function` maps arrays with the shapes and dtypes of `avals` to a list of arrays.
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    # JAX would take the mesh from the context, and the number of devices from the concrete mesh. A kernel runs on one
-    # device.
+    # A kernel runs on one device. JAX would take the mesh and the number of devices from the context.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
     exported = dataclasses.replace(exported, nr_devices=1)

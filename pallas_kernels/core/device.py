@@ -1,9 +1,8 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this device, and refuse architectures that lack their instructions. The device's
-properties come from JAX's default device, not from constants. If the default device is not a GPU, kernels are traced
-for Hopper, so that they can be lowered for CUDA on any machine. `targeting` selects another GPU, which need not be
-present, to compile for it ahead of time.
+Kernels choose their tiles for this device, and refuse architectures that lack their instructions. The properties come
+from JAX's default device. If it is not a GPU, kernels are traced for Hopper, so that any machine can lower them for
+CUDA. `targeting` selects another GPU, which need not be present.
 """
 
 import contextlib
@@ -37,8 +36,7 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. Mosaic GPU needs bulk copies and their barriers, which exist
-        from compute capability 9.0 on."""
+        """Whether Mosaic GPU compiles for this device. Its bulk copies and barriers need compute capability 9.0."""
         return self.capability >= (9, 0)
 
 
@@ -49,8 +47,8 @@ BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 1
 target configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
-"""Numbers of `CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN` and `L2_CACHE_SIZE`, both in bytes,
-and `MAX_REGISTERS_PER_MULTIPROCESSOR`, in 32-bit registers."""
+"""`CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`, `L2_CACHE_SIZE`, and
+`MAX_REGISTERS_PER_MULTIPROCESSOR`."""
 
 # A JAX context instead of a global variable, because the value of a JAX context is part of jit's cache key.
 _target_context = jax.make_user_context(None)
@@ -58,14 +56,13 @@ _target_context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which kernels are traced for `device`, and `implementation=None` selects the implementation
-    for it."""
+    """Return a context in which kernels are traced, and `implementation=None` is resolved, for `device`."""
     with _target_context(device):
         yield
 
 
 def target() -> Device:
-    """Return the GPU that kernels are currently traced for: the targeted GPU, else the default device, else Hopper."""
+    """Return the GPU that kernels are traced for: the targeted GPU, else the default device, else Hopper."""
     return gpu() or HOPPER
 
 
@@ -78,8 +75,7 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether kernels can be compiled for the device in use: the targeted device if there is one, else the default
-    device."""
+    """Whether kernels can be compiled for the targeted device, else for the default device."""
     device = gpu()
     return device is not None and device.runs_kernels
 
@@ -106,8 +102,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return the value of a `CUdevice_attribute`, given by its number in cuda.h, or `default` if the driver does not
-    return it. JAX exposes only some of the attributes."""
+    """Return a `CUdevice_attribute`, or `default` if the driver does not return it. JAX exposes only some of them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -3,9 +3,9 @@
 Pallas has no indexed read of a reference by a vector in registers, so these functions use Mosaic's operations. The
 simulator reads the whole reference instead.
 
-A block is an array in registers of shape `(lanes, width)`. Each lane has one row of `width` adjacent elements, which
-take at most 16 bytes or a multiple of 16 bytes. A thread has one or several lanes. Vectors have the shape `(lanes,)`.
-The number of lanes is a multiple of `LANES`.
+A block is an array in registers of shape `(lanes, width)`. Each lane has one row of `width` adjacent elements, of at
+most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`, so a
+thread has one or several lanes.
 """
 
 import functools
@@ -31,8 +31,7 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the layout of a vector with one element per lane, whose lanes belong to the same threads as in
-    `block_layout`."""
+    """Return the layout of a vector, with each lane in the same thread as in `block_layout`."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -64,8 +63,7 @@ def lane_numbers(lanes: int) -> Array:
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """Return `ref[rows]` as a block, for `ref` `(n, width)` in shared or device memory and an int32 vector of row
-    indices."""
+    """Return `ref[rows]` as a block, for `ref (n, width)` and an int32 vector `rows`."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -85,8 +83,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` as a block. `ref` is in shared or device memory, and `places` has one block of indices per
-    axis."""
+    """Return `ref[places]` as a block, where `places` has one block of indices per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -103,8 +100,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write a block to shared or device memory: `ref[places] = values`. If two values have the same indices, either may
-    remain."""
+    """Write a block: `ref[places] = values`. If two values have the same indices, either may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -121,7 +117,7 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 
 def spread(numbers: Array, width: int) -> Array:
-    """Return the block of `width` columns in which each row repeats the row's element of a vector."""
+    """Return the block of `width` columns, each of which is the vector `numbers`."""
     (lanes,) = numbers.shape
     if simulating() is not None:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
@@ -168,8 +164,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return the block whose k-th column holds the sum of each row of the k-th block, added from left to right. All are
-    float32."""
+    """Return the float32 block whose k-th column has the sums of the k-th block's rows, added from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -213,11 +208,11 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Order a thread's accesses to shared memory: those before this call happen before those after it.
+    """Keep a thread's accesses to shared memory before this call before its accesses after it.
 
-    LLVM treats shared memory as an object of size zero. It may therefore assume that two accesses of a thread, one to
-    an element and one to a vector, never overlap. In a kernel with short loops, LLVM then reuses a vector that the
-    thread stored, and misses additions to the vector's elements that came after the store.
+    LLVM treats shared memory as an object of size zero. It may therefore assume that an access to an element and an
+    access to a vector never overlap. In a kernel with short loops, LLVM then reuses a vector that the thread stored,
+    and misses later additions to its elements.
     """
     if simulating() is not None:
         return
@@ -232,9 +227,7 @@ def compiler_fence() -> None:
 def meet(barrier: Any) -> None:
     """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible.
 
-    Args:
-      barrier: a barrier with one arrival per warpgroup. Only the simulator uses it, because the simulator lacks the
-        GPU's instruction.
+    The simulator lacks the GPU's instruction, and uses `barrier`, which has one arrival per warpgroup.
     """
     if simulating() is not None:
         plgpu.commit_smem()
@@ -250,13 +243,13 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """Load one block of `shape` per list: from the list's `array`-th reference, beginning at element `start`.
+    """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory. All references of one list have the same dtype. The i-th
-        references of all lists have the same length, and their memory is aligned to a thread's access.
-      array, start: integers, the same in all threads; `start` is a multiple of the block's size. Beyond the array's
-        end, the block repeats the array's last element.
+      lists: lists of references `(n,)` to device memory. One list has one dtype. The i-th references of all lists have
+        the same length, and are aligned to a thread's access.
+      array, start: integers, the same in all threads. `start` is a multiple of the block's size. Beyond the end, the
+        block repeats the array's last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -287,8 +280,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write one block per list, to the list's `array`-th reference, at the elements that `load_of` reads. Elements
-    beyond the array's end are not written."""
+    """Write one block per list, where `load_of` reads. Elements beyond the array's end are not written."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -326,7 +318,7 @@ def _switch(refs, array, function):
 
 def _simulated_load(ref, start, shape):
     size, length = ref.shape[0], math.prod(shape)
-    end = size % length  # static, because slices in the simulator are static
+    end = size % length  # Static, because slices in the simulator are static.
     whole = lambda: ref[pl.ds(start, length)]  # noqa: E731
     part = lambda: jnp.pad(ref[pl.ds(size - end, end)], (0, length - end), mode="edge")  # noqa: E731
     if not end or size < length:
@@ -359,8 +351,7 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return a list of pointers to the `array`-th array of each list, and the length of these arrays. A single branch
-    selects all of them."""
+    """Return pointers to the `array`-th array of each list, and the length of these arrays, from a single branch."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

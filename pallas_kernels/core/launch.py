@@ -1,7 +1,7 @@
 """Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-A kernel body is an ordinary function of references to GPU memory. The indices of a CTA in the grid arrive as keyword
-arguments named after the grid's axes:
+A kernel body is a function of references to GPU memory. The indices of a CTA in the grid arrive as keyword arguments
+named after the grid's axes:
 
     def body(x_ref, y_ref, *, row):
         y_ref[row] = 2.0 * x_ref[row]
@@ -9,11 +9,10 @@ arguments named after the grid's axes:
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
 Lowered for CUDA, the body is a Mosaic GPU kernel. Lowered for other platforms, it runs in Pallas' interpreter, which is
-plain XLA code without side effects: slow, but compatible with every JAX transformation. `simulated` runs the body in
-the Mosaic simulator instead, which is even slower, but raises an error where the behavior on a GPU would be undefined.
+plain XLA code: slow, but compatible with every JAX transformation. `simulated` runs it in the Mosaic simulator.
 
-A launch is a JAX primitive. Its body is traced only when the primitive is lowered, and only for the platform of the
-lowering. Tracing a program therefore spends no time on its kernels.
+A launch is a JAX primitive. Its body is traced only when the primitive is lowered, for the platform of the lowering.
+Tracing a program therefore spends no time on its kernels.
 """
 
 import contextlib
@@ -26,15 +25,14 @@ from typing import Any
 
 import jax
 
-# Importing this module adds its settings to jit's cache key. If the first kernel imported it, every program that was
-# compiled before would be compiled again.
+# Importing this module adds its settings to jit's cache key. If the first kernel imported it, every earlier program
+# would be compiled again.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# These functions have no public name in JAX 0.10.2. The first disables, within a kernel, the types in which shard_map
-# records along which mesh axes a value varies. The second evaluates a primitive outside of jit. The others control
-# which line each operation records.
+# These functions have no public name in JAX 0.10.2: the switch for shard_map's types of values that vary along mesh
+# axes, the evaluation of a primitive outside of jit, and the lines that operations record.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax._src.source_info_util import _source_info_context, new_source_info
@@ -66,7 +64,7 @@ def launch(
     skippable: Sequence[int] = (),
     approximate: bool = False,
 ) -> Any:
-    """Run `body(*array_refs, *out_refs, *scratch_refs, **program_ids)` once for every point of `grid`.
+    """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`.
 
     Each of `arrays`, `out`, and `scratch` may be a pytree or None. The body gets references in the same structure.
 
@@ -76,24 +74,22 @@ def launch(
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
-      warpgroups: number of warpgroups per CTA, which the additional keyword argument `warpgroup` distinguishes.
-      cluster: axis name -> number of CTAs that run concurrently for every point of `grid`, and access each other's
-        shared memory.
-      scratch: shared memory and barriers, for CTAs that copy asynchronously or use the tensor cores. A kernel with
-        scratch runs on GPUs and in the simulator only: see `on_gpu`.
-      barriers: whether a warpgroup synchronizes before and after each store. These barriers are not needed if no thread
-        reads data that another thread wrote, or if a barrier in the body, such as `plgpu.commit_smem`, comes before
-        each such read.
-      sums_across_warps: whether the body sums along an axis that several warps share. If not, the 2 KiB of shared
-        memory for such sums can be used otherwise.
-      in_place: index of an array, among all leaves of `arrays`, -> index of an output of the same shape and dtype that
-        may use the array's memory. Each element must be written only by the CTA that reads it, and only after the read.
-        XLA copies the array first if it is still needed.
-      skippable: indices of entries of the tuple `out`. If a compiled program uses no array of such an entry, the body
-        gets None in place of the entry's references, and must not write it. So a backward skips the sums for parameters
-        that are not differentiated. A kernel with `in_place` cannot skip outputs.
-      approximate: whether functions such as `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error
-        of `exp2` is then still about the rounding error of float32, but the error of `tanh` is 2^-11.
+      warpgroups: number of warpgroups per CTA. The body's keyword argument `warpgroup` distinguishes them.
+      cluster: axis name -> number of CTAs that run concurrently per point of `grid`, and access each other's shared
+        memory.
+      scratch: shared memory and barriers. A kernel with scratch runs only on GPUs and in the simulator: see `on_gpu`.
+      barriers: whether a warpgroup synchronizes before and after each store. This is unnecessary if a barrier of the
+        body, such as `plgpu.commit_smem`, comes before each read of another thread's data.
+      sums_across_warps: whether the body sums along an axis that several warps share. If not, 2 KiB of shared memory
+        become available.
+      in_place: index among all leaves of `arrays` -> index of an output of the same shape and dtype, which may use the
+        array's memory. Only the CTA that reads an element may write it, after the read. XLA copies an array that is
+        still needed.
+      skippable: indices of entries of the tuple `out`. If a compiled program does not use an entry, the body gets None
+        for it, and must not write it. A backward thus skips the sums for parameters that are not differentiated. A
+        kernel with `in_place` cannot skip outputs.
+      approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
+        about the rounding error of float32, and the error of `tanh` is 2^-11.
 
     Returns:
       An array for each leaf of `out`, in its structure.
@@ -114,7 +110,7 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return the body as functions of arrays, for CUDA and for the interpreter, with the kept outputs."""
+        """Return the body as functions of arrays, for CUDA and for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -122,8 +118,7 @@ def launch(
         return mosaic, functools.partial(_interpret, body, **call)
 
     inputs, arrays = arrays, jax.tree.leaves(arrays)
-    # A weakly typed argument would change the dtypes in a body. A kernel that is compiled ahead has no weakly typed
-    # arguments.
+    # A weakly typed argument would change the dtypes in a body, and kernels that are compiled ahead do not accept it.
     arrays = unify_varying_axes(
         [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
     )
@@ -138,7 +133,7 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether kernels take mutable references, so that results may be `in_place`: JAX 0.11.0 and newer do."""
+"""Whether kernels take mutable references, so that results may be `in_place`."""
 
 
 def _mosaic(
@@ -154,8 +149,7 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Return all outputs in order. `of_arrays` has the outputs that share an array's memory, and `others` the
-        outputs with separate memory."""
+        """Return all outputs in order: those in an array's memory, and the others."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 
@@ -186,12 +180,12 @@ def _mosaic(
 
 
 _MAX_OUTER_CTAS = 2**16 - 1
-"""The largest size of a CUDA grid along its y and z axes (CUDA C++ Programming Guide, compute capabilities). The last
-axis of a grid becomes the x axis, which takes 2**31 - 1 CTAs."""
+"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide, compute capabilities). The last axis of a grid
+becomes the x axis, which takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return the index of a CTA along each axis of the grid, given the index `flat` in the flattened grid."""
+    """Return a CTA's index along each axis of the grid, from its index `flat` in the flattened grid."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -201,8 +195,7 @@ def _along_axes(grid, indices):
 
 @contextlib.contextmanager
 def _recording_lines():
-    """Return a context in which each operation of a body records its line in the body. While a program is lowered, it
-    would otherwise record the line that calls `launch`."""
+    """Return a context in which operations record their line in the body, not the line that calls `launch`."""
     outside = _source_info_context.context
     _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
     try:
@@ -234,8 +227,7 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result of `ndim` axes on the arrays' mesh. Return None if there is no mesh, or if some
-    axes of the mesh are not automatic.
+    """Return the sharding of a result of `ndim` axes on the arrays' mesh, or None without an automatic mesh.
 
     On automatic axes, the sharding records the mesh but no partitioning, as for JAX's operations. On explicit or manual
     axes, the caller of `launch` determines the sharding.
@@ -247,7 +239,7 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of `out`: the shapes of its leaves, whether it may be skipped, and whether it is written."""
+    """An entry of `out`: its leaves, whether it may be skipped, and whether it is written."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -255,12 +247,10 @@ class _Entry:
 
 
 def _bind(name, functions, arrays, entries, in_place):
-    # A body is traced when it is lowered, in the contexts of the lowering. The contexts of this call that affect the
-    # body are therefore passed along.
+    # A body is traced in the contexts of the lowering. This call's contexts that affect the body are passed along.
     x64 = jax.config.jax_enable_x64
 
     def parameters(entries):
-        """Return the parameters of the primitive with the kept outputs."""
         mosaic, interpreter = functions(entries)
         cuda = functools.partial(mosaic, in_place=in_place) if in_place else mosaic
         traced = {
@@ -277,7 +267,7 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Skip the outputs that nothing uses, if the kernel can. JAX calls this when it removes unused operations."""
+    """Skip unused outputs if the kernel can. JAX calls this when it removes unused operations."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):
@@ -354,8 +344,8 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` if lowered for a GPU or simulated, else `fallback(*arrays)`. Both functions must return
-    the same values up to rounding."""
+    """Return `kernel(*arrays)` on a GPU or simulated, else `fallback(*arrays)`. Both functions must return the same
+    values up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)

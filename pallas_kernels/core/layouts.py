@@ -1,4 +1,4 @@
-"""Vectors and tiles in registers and shared memory: their shapes and layouts, and how they are moved and summed."""
+"""Vectors and tiles in registers and shared memory: their layouts, and how they are moved and summed."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,12 +12,11 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Number of threads in a warpgroup, which is four warps of 32 threads (PTX ISA, wgmma). A CTA has one warpgroup by
-default, and the lengths of vectors are multiples of this number."""
+"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). A CTA has one warpgroup by default, and vector
+lengths are multiples of this number."""
 
 OPERAND_BYTES = 128
-"""Bytes per row of an operand that the tensor cores read from shared memory. The widest swizzle of a matrix descriptor
-is 128 bytes (PTX ISA)."""
+"""Bytes per row of a tensor-core operand in shared memory: the widest swizzle of a matrix descriptor (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
@@ -42,16 +41,14 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Maximum number of rows that `sums_over_lanes` processes at a time: two tiles of its layout, which have 16 rows each.
-The function also accepts an array with half of this number of rows. Not tuned."""
+"""Maximum number of rows that `sums_over_lanes` processes at once: two tiles of its layout. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Sum each row of `rows (n, lanes)` in shared memory, and write the sums to `totals (n,)` in device memory.
 
-    If each row were summed separately, each sum would need a barrier. This function needs a single barrier, before any
-    thread reads a row. The number of rows n is half of `SUMMED_ROWS`, or a multiple of `SUMMED_ROWS`. The number of
-    lanes is a multiple of `LANES`.
+    All sums share one barrier, before any thread reads a row. n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`,
+    and the number of lanes is a multiple of `LANES`.
     """
     # A warp reads four rows, with eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
@@ -74,15 +71,13 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return shared memory for a left or right operand of the tensor cores, in tiles of eight rows of `row_bytes`
-    bytes."""
+    """Return shared memory for an operand of the tensor cores, in tiles of eight rows of `row_bytes` bytes."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory for bulk copies of arrays with any number of axes. The last axis takes at most
-    `OPERAND_BYTES` bytes.
+    """Return shared memory for bulk copies, whose last axis takes at most `OPERAND_BYTES` bytes.
 
     Rows are swizzled, so that threads storing a `wgmma` accumulator have no bank conflicts.
     """
@@ -91,12 +86,10 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: as an `operand`, and as `swizzled` memory of shape `box`. In the second
-    view, the rows of the operand's tiles follow one another.
+    """Return shared memory with two views: an `operand`, and `swizzled` memory of shape `box` with the same rows.
 
-    A bulk copy into tiles must begin at a tile of the array in device memory; a copy into a box may begin anywhere.
-    `as_operand` and `as_box` return the two views. The simulator does not support two views, so the result is only the
-    operand there.
+    A bulk copy into an operand must begin at a tile of the array in device memory; a copy into a box may begin
+    anywhere. `as_operand` and `as_box` return the views. In the simulator, the result is only the operand.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
@@ -115,8 +108,7 @@ def as_box(ref: Any) -> Any:
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
     """Run `plgpu.wgmma` with a left operand in registers and a right operand in shared memory.
 
-    The simulator multiplies only operands in shared memory. There, `left` is first stored in `scratch`, after earlier
-    bulk copies from `scratch` have finished.
+    In the simulator, which multiplies only operands in shared memory, `left` is first stored in `scratch`.
     """
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -145,27 +137,24 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to TF32, because the tensor cores would truncate them to TF32. Return other dtypes
-    unchanged."""
+    """Round float32 values to TF32, to which the tensor cores would truncate them. Return other dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A GPU's NaN has all bits set, so that the addition would overflow. NaN is therefore returned unchanged.
+    # A GPU's NaN has all bits set, so the addition would overflow.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`. A loop's carry must have the same layout in all
-    iterations."""
+    """Return float32 zeros in the register layout of `vector`. A loop's carry needs one layout in all iterations."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest length of a vector that divides the last axis of `batch_last` arrays. A vector has at most 4
-    elements per thread.
+    """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    With mixed dtypes, a vector has at most 2 elements per thread. A thread loads up to 8 bytes at once, which are two
-    elements of float32, and only vectors with the same number of elements per thread can be combined.
+    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes at once, which are
+    two elements of float32. Only vectors with the same number of elements per thread can be combined.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -175,9 +164,8 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    `//` and `%` round down, and therefore examine signs. In a kernel, each of them takes ten more operations than
-    `lax.div` or `lax.rem`. Some of these operations convert booleans, and JAX 0.11 starts a process for each such
-    conversion.
+    In a kernel, `//` and `%` examine signs, and take ten more operations than `lax.div` or `lax.rem`. Some of these
+    operations convert booleans, and JAX 0.11 starts a process for each such conversion.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
@@ -188,12 +176,12 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Convert a Python integer to the dtype of `number`. In 64-bit mode, JAX would convert it to 64 bits."""
+    """Convert a Python integer to the dtype of `number`, because 64-bit mode would convert it to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n` up to `limit` for which `accepts` returns true, or 1 if there is none."""
+    """Return the largest divisor of `n` up to `limit` that `accepts`, or 1 if there is none."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

@@ -1,17 +1,16 @@
-"""The pipeline that all kernels use: stages of shared memory, which bulk copies fill before the data is needed.
+"""The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
 
-A `Ring` has a few stages. The copies for step `step` go into stage `step % stages`. They all signal the stage's
-barrier, at which every reader of the stage waits. There are two ways to keep the ring full:
+The copies of step `step` fill stage `step % stages`, and signal the stage's barrier, at which its readers wait. There
+are two ways to keep the ring of stages full:
 
-- One warpgroup, or all of them, both fetch and compute. They `prefetch` some steps. For each step they then `wait`,
-  compute, and `fetch` a later step into the stage that has just been read. The caller ensures that all threads have
-  finished reading this stage.
-- A producer warpgroup only fetches, and consumer warpgroups compute. With barriers `free`, `produce` waits until the
-  consumers have `release`d a stage before it fills it again.
+- The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
+  `fetch` a later step into the stage that has just been read. The caller ensures that all threads have read this stage.
+- A producer warpgroup fetches, and consumer warpgroups compute. `produce` waits at the barriers `free` until the
+  consumers have `release`d a stage, and then fills it again.
 
-JAX's `plgpu.emit_pipeline` is slightly faster in a copy kernel and in LayerNorm's forward
-(docs/lab/2026-11-22-pipelines.md). It has separate buffers for inputs and outputs, for which LayerNorm's backward has
-no shared memory left. The ring computes in place, in a single buffer per stage.
+JAX's `plgpu.emit_pipeline` is slightly faster in a copy kernel and in LayerNorm's forward:
+docs/lab/2026-11-22-pipelines.md. It has separate buffers for inputs and outputs, for which LayerNorm's backward has no
+shared memory left. The ring computes in place, in a single buffer per stage.
 """
 
 import dataclasses
@@ -32,15 +31,13 @@ class Ring:
 
     Attributes:
       stages: number of stages.
-      copy: `copy(step, stage, barrier, *source)` starts the bulk copies for a step, which signal `barrier` when they
-        finish.
-      loaded: barriers at which a step's copies arrive, one per stage. In a ping-pong schedule, each consumer has
-        separate barriers, with index `turn * stages + stage`, because a warpgroup must wait for every phase of a
-        barrier.
-      steps: number of steps, or None if the caller never fetches a step that does not exist.
+      copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier` when they finish.
+      loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has separate barriers, with
+        index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
+      steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: index of the ring's only stage, or None if there are several. If set, the rings of several
-        warpgroups, each with one stage, can lie in the same arrays of memory and barriers.
+      fixed_stage: index of the ring's only stage, or None. If set, warpgroups with one stage each can share an array of
+        stages and an array of barriers.
       turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """
 
@@ -56,8 +53,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. Before that, call `prepare`, which must return only when the stage
-        is free."""
+        """Start a step's copies if the step exists. `prepare` is called first, and returns when the stage is free."""
 
         def start():
             prepare()
@@ -78,22 +74,18 @@ class Ring:
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer that a consumer has read a step's stage. If it was read into registers, call `commit_smem`
+        """Tell the producer that a consumer has read a step's stage. After reads into registers, call `commit_smem`
         first."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies as soon as all consumers have released its stage.
-
-        `source` is passed to `copy`, for copies that depend on more than the index of the step.
-        """
+        """Start a step's copies as soon as all consumers have released its stage. `copy` also gets `source`."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until the last stages are released, because a CTA may not end while another CTA arrives at its
-        barriers."""
+        """Wait until the last stages are released. A CTA may not end while another CTA arrives at its barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

@@ -23,16 +23,16 @@ def simulating() -> Any:
 def simulated() -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, on the CPU.
 
-    This is slow, because each memory access calls a Python function on the host. Floats in new memory are NaN, and
-    integers are the largest value of their dtype. An out-of-bounds read raises an error. A data race raises an error
-    where it occurs, or a `RuntimeError` when the context ends.
+    This is slow, because each memory access calls a Python function. Floats in new memory are NaN, and integers are the
+    largest value of their dtype. An out-of-bounds read raises an error. A data race raises an error where it occurs, or
+    a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    # Before JAX 0.12, the simulator passes layout casts to XLA, which has no rule for them. In the simulator, arrays
-    # have no layout, so a cast does nothing.
+    # Before JAX 0.12, the simulator passes layout casts to XLA, which cannot lower them. In the simulator, they do
+    # nothing.
     mlir.register_lowering(layout_cast_p, lambda context, x, **layout: [x], platform="cpu")
     simulator.reset_gpu_interpret_mode_state()
     try:

@@ -1,5 +1,4 @@
-"""A kernel with two functions: `unsupported` checks its requirements, and `heuristic` selects the tiles for its
-arguments.
+"""A kernel with two functions: `unsupported` checks its requirements, and `heuristic` selects its tiles.
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -11,7 +10,7 @@ arguments.
     @kernel(unsupported=_unsupported, heuristic=_heuristic)
     def pool(x, *, window, config): ...
 
-    pool.unsupported(x, window=2)      # None, or why the arguments are unsupported
+    pool.unsupported(x, window=2)   # None, or why the arguments are unsupported
     pool.heuristic(x, window=2)     # Config(rows=2), or None where another kernel or XLA is faster
     pool(x, window=2)               # runs with the heuristic's tiles
     pool(x, window=2, config=Config(rows=4))
@@ -27,12 +26,11 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function of arrays and static options that launches a kernel, with its requirements and its heuristic.
+    """A function that launches a kernel, with its requirements and its heuristic.
 
     Attributes:
       name: name of the file, followed by the name of the function, such as `conv2d.correlate`.
-      capability: the only compute capability that the kernel supports, or None for all compute capabilities from 9.0
-        on.
+      capability: the only compute capability that the kernel supports, or None for all from 9.0 on.
     """
 
     def __init__(
@@ -85,10 +83,9 @@ def kernel(
     """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
     Args:
-      heuristic: maps `(*arrays, **options)` to the config, which is a frozen dataclass with the tiles, or to None if
-        another kernel or XLA is faster.
-      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None. By default, all
-        arguments are supported.
+      heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass with the tiles, or to None if another
+        kernel or XLA is faster.
+      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None, the default.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)

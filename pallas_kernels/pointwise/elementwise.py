@@ -1,9 +1,8 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-A CTA computes a block of one row of the result. It loads each array's block from device memory into registers, applies
-the formula, and writes the results. A row spans the trailing axes along which each array either has all elements or is
-constant. The last CTA of a row also computes the elements after the row's last whole block. The kernel does not use
-shared memory.
+A CTA loads a block of one row of each array from device memory into registers, applies the formula, and writes the
+results. A row spans the trailing axes along which each array either has all elements or is constant. The last CTA of a
+row also computes the elements after the row's last whole block. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -21,26 +20,26 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the number of elements per thread. `_heuristic` takes the largest candidate for which there are at
-least `_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the number of elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs.
+Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Maximum number of elements per thread if every candidate gives fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
+"""Maximum number of elements per thread if every candidate leaves fewer CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
 """Maximum number of elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided
-layout), which are two elements of float32. Only vectors with the same number of elements per load can be combined."""
+layout), or two elements of float32. Only vectors with the same number of elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
 """Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 ALIGNMENT = 4
-"""Alignment of rows, in elements. If rows begin at multiples of it, a thread can load them in its widest accesses, 16
-bytes or four elements of float32 (CUDA C++ Programming Guide, device memory accesses)."""
+"""Alignment of rows, in elements, that permits a thread's widest accesses: 16 bytes or four elements of float32 (CUDA
+C++ Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
-"""Wanted length of rows, in elements: 16 bytes of float32 for each thread of a warpgroup. If rows are too short, they
-are extended to more axes, along which arrays are broadcast in memory."""
+"""Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended to more axes, along which arrays are
+broadcast in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` elements of one row. `length` is a multiple of `LANES`, and at most the row's length."""
+    """Tile of a CTA: `length` elements of one row, a multiple of `LANES`, and at most the row's length."""
 
     length: int
 
@@ -71,8 +70,7 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that is constant along rows, or has all their elements, is read without a copy. Any other array is first
-    broadcast in memory.
+    An array that has only some elements of a row is first broadcast in memory.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -87,8 +85,7 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        # The empty results are derived from an argument, because JAX cannot map the derivative of a constant over a
-        # batch.
+        # The results are derived from an argument, because JAX cannot map the derivative of a constant over a batch.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
@@ -108,8 +105,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row is shorter than a vector. This vector therefore begins earlier, and recomputes some
-            # elements.
+            # The end of a row may be shorter than a vector. This vector then begins earlier, and recomputes elements.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -132,8 +128,7 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return the `Rows` of the result, which are divided among the CTAs. Each row has at least the length of a
-    vector."""
+    """Return the result's `Rows`, each of which has at least the length of a vector."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -143,19 +138,18 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Flatten arrays that broadcast to `shape`, which has fewer elements than a vector, and pad them with zeros to a
-    vector. An array of a single element is only flattened."""
+    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector. Single elements are not padded."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
 
 def float32_or_integer(dtype: Any) -> Any:
-    """Return the dtype in which a kernel computes with arrays of `dtype`: float32 for floats, `dtype` for integers."""
+    """Return the dtype in which a kernel computes: float32 for floats, `dtype` for integers."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
-    """Return the pytree structure of a formula's results if its arguments are vectors."""
+    """Return the pytree structure of a formula's results."""
     scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
     return jax.tree.structure(jax.eval_shape(formula, *scalars))
 
@@ -172,7 +166,6 @@ class Rows:
       count, length: number of rows, and number of elements per row.
       lead, leads: sizes of the axes before the axes of a row, in `shape` and in each array.
       spans_row: for each array, whether it has all elements of a row.
-      has_mixed_dtypes: whether vectors of different dtypes are loaded.
     """
 
     def __init__(self, shape: tuple[int, ...], arrays: Sequence[Any], axis: int | None = None):
@@ -192,6 +185,7 @@ class Rows:
 
     @property
     def has_mixed_dtypes(self) -> bool:
+        """Whether vectors of different dtypes are loaded."""
         return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
@@ -211,7 +205,7 @@ class Rows:
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """Return the index of the i-th array's row that broadcasts to `row`. The array may have fewer rows."""
+        """Return the index of the i-th array's row that broadcasts to `row`."""
         lead = self.leads[i]
         if lead == self.lead:
             return row

@@ -1,9 +1,9 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-Sums are along rows or along columns. A CTA sums a part of one row, or a part of one block of columns. It loads vectors
-of the arrays from device memory into registers, applies the formula, and adds the results in registers. Along a row, it
-finally sums over the lanes and writes one element. Along columns, it writes a vector with one sum per column. XLA adds
-the sums of the parts. The kernel does not use shared memory.
+A CTA sums part of one row, or part of one block of columns. It loads vectors of the arrays from device memory into
+registers, applies the formula, and adds the results in registers. Along a row, it then sums over the lanes and writes
+one element. Along columns, it writes a vector with one sum per column. XLA adds the sums of the parts. The kernel does
+not use shared memory.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""Wanted number of CTAs, if the sums are long enough: several per multiprocessor of the devices in `core/device.py`.
-More CTAs were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
+"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. More CTAs were slower for sums
+along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum number of elements of a vector per thread, for sums along rows and for sums along columns. Along a row, a
-thread adds up its elements. Along columns, it keeps one sum per element. Not tuned."""
+"""Maximum numbers of elements of a vector per thread, along rows and along columns. A thread adds up its elements along
+a row, and keeps one sum per element along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
 """Maximum number of elements per thread with mixed dtypes, as in elementwise.py."""
 
@@ -42,8 +42,8 @@ class Config:
     """Tiles of `sum_over`.
 
     Attributes:
-      length: number of elements per vector, a multiple of `LANES`.
-      splits: number of parts of equal length into which each sum is divided.
+      length: elements per vector, a multiple of `LANES`.
+      splits: number of equal parts of each sum.
     """
 
     length: int
@@ -55,13 +55,12 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads, after its axes are permuted to `order`. If `columns` is not None,
-        the data is then reshaped to a matrix, whose number of columns may be padded to the length of a vector.
+      shape: shape of the data that the kernel reads, with its axes in the order `order`.
       axis: first of the axes that the kernel sums over.
-      along_columns: whether the kernel sums over `axis` only. Otherwise, it sums over `axis` and all later axes.
-      order: permutation of the axes, or None if they are not permuted.
-      columns: number of columns of the matrix without padding, or None if the data is not reshaped to a matrix.
-      remaining_axes: axes of the kernel's result over which XLA sums afterwards.
+      along_columns: whether the kernel sums over `axis` only, or also over all later axes.
+      order: permutation of the axes, or None.
+      columns: if not None, the data is reshaped to a matrix with this number of columns, which are padded to a vector.
+      remaining_axes: axes of the kernel's result over which XLA sums.
     """
 
     shape: tuple[int, ...]
@@ -87,7 +86,7 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short. The kept axes therefore become the columns of a matrix, padded with zeros to a vector.
+        # All axes are short. The kept axes become the columns of a matrix, padded with zeros to a vector.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
@@ -106,11 +105,11 @@ class _Walk:
         return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
 
     def rows(self, arrays: Sequence[Any]) -> Rows:
-        """Return how arrays that `arrange` has returned are divided into rows."""
+        """Return the division into rows of arrays from `arrange`."""
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":
-        """Return the sums that the kernel computes, with vectors of `length` elements."""
+        """Return the kernel's sums, with vectors of `length` elements."""
         if not self.along_columns:
             return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
         blocks = -(-rows.length // length)
@@ -119,12 +118,12 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """The sums that a kernel computes. There are `count * blocks` sums, each over `steps` vectors of `length` elements.
+    """The kernel's sums: `count * blocks` sums, each over `steps` vectors of `length` elements.
 
-    For sums along rows, `count` is the number of rows and `blocks` is 1. The steps are the vectors of a row, and the
-    sum is one element. For sums along columns, `count` is the number of matrices whose columns are summed, and `blocks`
-    is the number of blocks of columns in each matrix. Each step adds a vector from another row of the matrix, and the
-    sum is a vector. `rows` holds the rows of all matrices.
+    Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
+    element. Along columns, `count` is the number of matrices, and `blocks` the number of blocks of columns per matrix.
+    Each step adds a vector from another row of the matrix, and a sum is a vector. `rows` holds the rows of all
+    matrices.
     """
 
     rows: Rows
@@ -136,12 +135,12 @@ class _Sums:
 
     @property
     def width(self) -> int:
-        """Number of elements of a sum."""
+        """Elements of a sum."""
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row of `rows` that a step reads, and the index of its vector's first element in this row. Along
-        columns, the last block may overlap the block before it."""
+        """Return the row that a step reads, and the index in it of the vector's first element. Along columns, the last
+        block may overlap the block before it."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -151,8 +150,7 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Remove the axes of size 1 from the broadcast shape. Return the remaining shape, the shape of each array without
-    the removed axes, and the indices of `axes` among the remaining axes."""
+    """Return the broadcast shape and the arrays' shapes without axes of size 1, and the indices of `axes` in them."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -185,8 +183,7 @@ def _heuristic(formula, *arrays, axes):
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
     """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
 
-    Each CTA sums a part in a fixed order, and the sums of the parts are then added in a fixed order. If a row does not
-    end with a whole vector, XLA sums the remaining elements.
+    The order of summation is fixed. If a row does not end with a whole vector, XLA sums the remaining elements.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -232,11 +229,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return the sums over the axis `walk.axis`. The axes after it together have at least the elements of a vector."""
+    """Return the sums over the axis `walk.axis`. The later axes together fill a vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # The last vector may overlap the vector before it. The first elements of the last vector are then dropped.
+    # If the last vector overlaps the vector before it, its first elements are dropped.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]
@@ -244,9 +241,8 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Launch the kernel, and return one array of sums per output of the formula. For each row and block of `sums`, the
-    kernel sums the formula over all steps. A step reads its vectors at `sums.place(row, block, step)`. Each sum is
-    divided into `splits` parts, which XLA adds."""
+    """Launch the kernel, and return one array of `sums` per output of the formula. XLA adds the `splits` parts of each
+    sum."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

@@ -1,10 +1,9 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in several lists, for example one list of parameters, one of moments, and one of gradients. The i-th arrays
-of all lists belong together. A CTA computes one block of the i-th arrays, for one i. It loads this block of every list
-from device memory into registers, applies the formula, and writes the results. The CTA finds i by comparing its index
-with the index of each array's first CTA. The code for different arrays differs only in pointers and a size. One switch
-selects these before the loads, and another before the stores. All other code is shared.
+Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
+A CTA loads one block of the i-th array of every list from device memory into registers, applies the formula, and writes
+the results. It finds i by comparing its index with the index of each array's first CTA. The code for different arrays
+differs only in pointers and a size, which one switch selects before the loads, and another before the stores.
 """
 
 import dataclasses
@@ -26,17 +25,15 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Number of elements of each list that a thread computes, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16
-elements, half-precision moments, converted to float32, would take most of a thread's registers. Not tuned."""
+"""Elements of each list per thread, if this leaves `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision moments,
+converted to float32, would take most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Largest average number of elements per array for which the kernel is used: 2 MiB of float32. For larger arrays, the
-time of a launch hardly matters. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
-docs/lab/2026-11-23-lenet.md."""
+"""Largest average number of elements per array for which the kernel is used: 2 MiB of float32. It was faster than XLA
+with 128,000 elements, but not with 1,024,000: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum number of arrays per launch. Each array has a case in the switches, and the compile time grows faster than
-the number of arrays. Not tuned."""
+"""Maximum number of arrays per launch. The compile time grows faster than the number of arrays. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of arrays that the kernel supports. It computes in float32."""
 
@@ -45,8 +42,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of consecutive accesses by each thread to each array. The accesses of all threads make up a CTA's
-    block."""
+    """Number of consecutive accesses per thread and array."""
 
     accesses: int = 1
 
@@ -65,7 +61,7 @@ def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
     # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA updates
-    # large arrays faster, because it can fuse an update with the computation of the gradient, which is then not stored.
+    # large arrays faster, because it can fuse the computation of the gradient, which is then not stored.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
