@@ -2,9 +2,8 @@
 
 Each lane has one example. A CTA of `correlate` computes one row of the output for a few output channels and one block
 of the batch. It loads pixels and weights from device memory, and keeps the sums in registers. A CTA of
-`correlate_batch` keeps a tile of the filters' gradient in registers, over a part of dy's rows and of the batch. It then
-sums each element over the lanes, and writes one partial sum per element. A CTA of `sum_batch` does the same for one
-channel of the bias gradient.
+`correlate_batch` keeps a tile of the filters' gradient in registers, summed over a part of dy's rows and of the batch.
+It then sums each element over the lanes, and writes it. XLA adds the parts. `sum_batch` does the same for the biases.
 """
 
 import dataclasses
@@ -23,11 +22,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
+"""Sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum number of unrolled filter positions. Compile time grows with it. Not tuned."""
+"""Compile time grows with the number of unrolled taps. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Number of CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
+"""CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -94,8 +93,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over the blocks, and unrolls
-    the taps of a block."""
+    """The taps (c, u, v) of a filter in blocks of equal size. A kernel loops over blocks, and unrolls their taps."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -119,12 +117,8 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Tiles of `correlate_batch`.
-
-    Attributes:
-      out_channels, in_channels, rows, columns: shape of the tile of the filters' gradient in a CTA's registers.
-      splits: number of parts of dy's rows and of the batch. Different CTAs sum different parts.
-    """
+    """Tiles of `correlate_batch`: shape of the tile of the filters' gradient, and number of parts of dy's rows and of
+    the batch."""
 
     out_channels: int
     in_channels: int
@@ -155,7 +149,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units: rows of dy for one block of `LANES` examples."""
+    """Return the number of units. A unit is a row of dy for one block of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 

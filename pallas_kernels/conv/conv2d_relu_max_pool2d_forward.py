@@ -1,12 +1,12 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, with the batch as the last axis.
 
 A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch. It has one
-example per lane. It loads the patch of the image under the windows from device memory into registers. The sums of the
-convolution for every position of the windows are also in registers. A lane multiplies each weight by its pixels, and
-finds the maximum and its index. The CTA writes the pooled output and one byte per window: the index of the maximum, or
-one past the last index if ReLU returns zero.
+example per lane. It loads the patch of the images under the windows from device memory into registers. A lane
+multiplies its pixels by each weight, and keeps the sums for every position of the windows in registers. It then finds
+the maximum. The CTA writes the pooled output and one byte per window: the index of the maximum, or one past the last
+index if ReLU returns zero.
 
-Windows do not overlap: the pool's stride is the window's size. The convolution's stride is 1.
+Windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses
@@ -37,8 +37,7 @@ class ForwardConfig:
     Attributes:
       channels, windows: maximum numbers of output channels and adjacent windows whose sums a CTA keeps in registers.
       lane_block: maximum number of examples per CTA.
-      programs_per_multiprocessor: minimum number of CTAs per multiprocessor. To reach it, a CTA computes fewer channels
-        and windows.
+      programs_per_multiprocessor: wanted number of CTAs, for which a CTA computes fewer channels and windows.
     """
 
     channels: int
@@ -73,18 +72,17 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
-      w: `(K, C, F, G)`.
-      b: `(K,)`.
+      w, b: `(K, C, F, G)` and `(K,)`.
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima as uint8 of the same
-      shape. An index is `r * S + s`, or R * S where y = 0.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, uint8 of the same
+      shape: `r * S + s`, or R * S where y = 0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
-    # Use fewer windows and channels per CTA if the batch does not keep the GPU busy.
+    # If the batch does not keep the GPU busy, use fewer windows and channels per CTA.
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
@@ -108,7 +106,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardProgram:
-    """One CTA, which computes `turns` groups of `windows` adjacent windows, for `channels` output channels."""
+    """One CTA, which computes `turns` groups of `windows` adjacent windows."""
 
     window: tuple[int, int]
     lane_block: int
@@ -139,7 +137,7 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Add the products of input channel c to `sums`, which has one list of sums per output channel and window."""
+        """Add the products of input channel c to `sums`, one list per output channel and window."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

@@ -1,18 +1,18 @@
 """Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, with the batch as the last axis.
 
-A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent, and
-the warpgroups of a CTA compute tiles independently, each with its ring of pipeline stages in shared memory. Per tile,
-one TMA copy fills a stage with the patch of the images under the windows. For each position (r, s) of the windows,
-`wgmma` multiplies a banded matrix of the filters by the patch:
+A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent. The
+warpgroups of a CTA compute tiles independently, each with a ring of pipeline stages in shared memory. One TMA copy
+fills a stage with the patch of the images under the windows. For each position (r, s) of the R x S windows, `wgmma`
+multiplies a banded matrix of the filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
 (p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
-column of the patch. Windows have R x S positions. The S matrices `weights` stay in shared memory.
+column of the patch. The S matrices `weights` stay in shared memory.
 
-There is one accumulator per position. All accumulators hold a window in the same register of the same thread. This
-thread finds the maximum and its index, while the tensor cores multiply for another warpgroup. TMA copies the pooled
-output and one byte per window, the index of the maximum, to device memory.
+All accumulators, one per position, hold a window in the same register of the same thread. This thread finds the maximum
+and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and one byte per
+window, the index of the maximum.
 """
 
 import dataclasses
@@ -51,15 +51,15 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of a `wgmma` product, one per feature. A feature is a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""Maximum number of positions of a window. With more, a thread's sums do not fit in its registers."""
+"""With more window positions, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
-"""Warpgroups per CTA. Three were no faster: docs/lab/2026-11-23-forward.md."""
+"""Three were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Maximum number of stages per warpgroup. Not tuned."""
+"""Per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimated clocks to find the maxima of a tile: 12 instructions per window, two clocks each."""
+"""Estimated clocks to find a tile's maxima: 12 instructions per window, two clocks each."""
 _MIN_BATCH = 2048
-"""Smallest batch for which this kernel is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
+"""From this batch on, the kernel is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Config:
 
     Attributes:
       rows, columns: rows and columns of windows in a tile.
-      operand_bytes: bytes per row of an operand. The summed axis is padded to whole rows.
-      warpgroups, stages: warpgroups per CTA, and stages per warpgroup.
+      operand_bytes: bytes per row of an operand.
+      stages: stages per warpgroup.
     """
 
     rows: int
@@ -112,7 +112,7 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch that the product for one window position reads."""
+        """Rows of the patch in the product for one window position."""
         return self.patch[0] - self.R + 1
 
     @property
@@ -136,13 +136,13 @@ class _Sizes(WindowTiles):
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of shared memory for weights, results, and barriers."""
+        """Shared memory for weights, results, and barriers."""
         results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
     @property
     def stages(self) -> int:
-        """The largest number of stages per warpgroup that fit."""
+        """The most stages per warpgroup that fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
@@ -158,8 +158,7 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks for all tiles of 64 examples: two per element of a summed axis, or the search
-        for the maxima if it takes longer."""
+        """Return the estimated clocks for all tiles of 64 examples. The summed axis takes two per element."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -197,7 +196,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision x and w, with float32 sums.
 
     The shapes are the same, N is a multiple of 64, and w is rounded to x's dtype. A NaN or infinity in an image makes
-    all windows of its tile NaN, because it is multiplied by the zeros of the banded matrix.
+    all windows of its tile NaN, because the zeros of the banded matrix multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -251,13 +250,13 @@ def _by_features(b: Array, sizes: _Sizes) -> Array:
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return shared memory for all stages, with views for TMA and for `wgmma`."""
+    """Return all stages in shared memory, with views for TMA and for `wgmma`."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the copies per stage. The simulator does not support boxes, and copies each row separately."""
+    """Return the copies per stage: one, or one per row in the simulator, which does not support boxes."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -274,11 +273,10 @@ class _Program:
     """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA.
 
     Attributes:
-      x, matrices, zeros, bias, y, place: device memory: images, weights, zeros, one bias per feature, pooled output,
-        and indices of the maxima.
-      weights, patches, y_tiles, place_tiles: shared memory: weights, stages, and each warpgroup's results.
-      constants_loaded, loaded: barriers of the copies of constants, and of the stages.
-      program, programs, steps: index of the CTA, number of CTAs, and number of tiles of this CTA.
+      matrices, weights: the matrices `weights` in device memory and in shared memory.
+      place: indices of the maxima, in device memory.
+      patches, y_tiles, place_tiles: stages and each warpgroup's results, in shared memory.
+      constants_loaded, loaded: barriers of the copies of weights and zeros, and of the patches.
     """
 
     sizes: _Sizes
@@ -312,8 +310,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. There, uninitialized memory may contain NaN, and
-        NaN times a zero weight is NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. NaN in uninitialized memory would stay NaN, also
+        times a zero weight."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)
@@ -358,7 +356,7 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # The patch has been read, so the next copy can run during the search for the maxima.
+        # The next copy runs during the search for the maxima.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 

@@ -10,9 +10,9 @@ patch, the part of the images under the windows. `weights` has the filters, shif
 zeros elsewhere. One thread holds the sums for all positions of a window, and finds the maximum and its index.
 
 CTAs are persistent, the weights stay in shared memory, and the warpgroups of a CTA compute tiles independently. The
-tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore copies a patch to shared
-memory, and its warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for
-another warpgroup. TMA copies the pooled output and the indices from shared to device memory.
+tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into shared
+memory, and a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for
+another warpgroup. TMA stores the pooled output and the indices.
 """
 
 import dataclasses
@@ -52,24 +52,24 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""Smallest batch for which this kernel speeds up LeNet's training step, with the launches that arrange the filters."""
+"""From this batch on, LeNet's training step is faster, with the launches that arrange the filters."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Adjacent examples in a row of shared memory. They take the 128 bytes of the widest swizzle."""
+"""Adjacent examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Pixels in a row of an operand, 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Pixels in a row of an operand: 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
 """Rows of results per copy to device memory, after which the swizzle pattern repeats."""
 _MAX_OUTPUTS = 256
-"""Maximum number of columns of a `wgmma` instruction."""
+"""Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers."""
+"""With four warpgroups per CTA, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers per thread besides its sums and its part of a patch. With this value, ptxas spills none for LeNet."""
+"""Registers per thread besides its sums and its part of a patch, for which ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
-"""Bytes of shared memory that a multiprocessor reads or writes per clock."""
+"""Bytes that a multiprocessor reads or writes per clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,6 @@ class Config:
     Attributes:
       rows, columns: rows and columns of windows in a tile.
       channels: input channels that are transposed at a time.
-      warpgroups: warpgroups per CTA.
     """
 
     rows: int
@@ -126,7 +125,7 @@ class _Sizes(WindowTiles):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory for weights and barriers, and per warpgroup for two buffers of a patch and results."""
+        """Shared memory for weights and barriers, and per warpgroup for two buffers of a patch and results."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
@@ -148,8 +147,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clocks of shared memory for all tiles of 64 examples. A patch is written by TMA, read and written
-        by threads, and read by the product. The weights are read once per product."""
+        """Return the clocks of shared memory for all tiles of 64 examples. Per step, TMA writes the patch, threads read
+        and write it, and the product reads it and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -194,7 +193,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` from float32 x and w rounded to TF32, with float32 sums.
 
     The shapes are the same, and N is a multiple of 64. A NaN or infinity in an image makes all windows of its tile NaN,
-    because it is multiplied by the zeros in `weights`.
+    because the zeros in `weights` multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -236,8 +235,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the module's `weights` as `[step, (r, s, k, p, q), (c, i, j)]`, with t = (r, s) and the step's channels c.
-    An element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
+    """Return `weights[step, (r, s, k, p, q), (c, i, j)]` for positions t = (r, s) and the step's input channels. An
+    element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -248,15 +247,14 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the copies per patch. The simulator does not support boxes, and copies each row separately."""
+    """Return the copies per patch: one, or one per row in the simulator, which does not support boxes."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
     """Return the layout in which a patch of 32 examples is transposed. A warp holds 8 pixels of 4 examples at a time.
 
-    In the swizzled buffer, with 32 examples per row, these values are 8 pieces of 16 bytes in different banks. In the
-    operand, with 8 pixels per row, they are 128 adjacent bytes.
+    They are 8 pieces of 16 bytes in different banks of the swizzled buffer, and 128 adjacent bytes of the operand.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -271,15 +269,13 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup of a CTA, which computes its share of the tiles.
+    """One warpgroup, which computes its share of the tiles.
 
     Attributes:
-      x, matrices, bias, y, place: device memory: images, weights, one bias per feature, pooled output, and indices of
-        the maxima.
-      weights, patches, operands, y_tiles, place_tiles: shared memory: weights, and each warpgroup's patch, transposed
-        patch, and results.
+      matrices, weights: the weights in device memory and in shared memory.
+      place: indices of the maxima, in device memory.
+      patches, operands, y_tiles, place_tiles: each warpgroup's patch, transposed patch, and results, in shared memory.
       weights_loaded, loaded: barriers of the copies of the weights, and of the patches.
-      program, programs: index of the CTA, and number of CTAs.
     """
 
     sizes: _Sizes
@@ -344,7 +340,7 @@ class _Program:
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # All threads have read the patch, so the next patch can be copied during this product.
+            # The next patch is copied during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

@@ -4,8 +4,6 @@ dx is divided into cells of a pooling window's size. A CTA computes adjacent cel
 per lane, and keeps their sums in registers. For every window whose filters reach the cells, each lane loads dy and the
 index of the maximum from device memory. It multiplies each weight by dy at the position of the maximum, and by zero at
 the other positions. The CTA then writes each position of dx once. The kernel does not use shared memory.
-
-Windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses
@@ -25,11 +23,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
-"""Maximum number of sums of dx that a thread keeps in registers."""
+"""Sums of dx that a thread keeps in registers."""
 _MAX_CELL_REGISTERS = 200
-"""Maximum number of registers per thread for sums, gradients, and loads. The other registers are for weights."""
+"""Registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""Maximum number of unrolled products in the kernel. A thousand products take up to two seconds to compile."""
+"""Unrolled products. A thousand take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +37,8 @@ class InputGradientConfig:
     Attributes:
       channels: input channels per CTA, a divisor of all input channels.
       cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
-      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients of the next
-        iteration's channels are loaded.
+      ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients are loaded
+        meanwhile.
     """
 
     channels: int
@@ -68,7 +66,7 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the largest numbers of cells and channels per CTA that leave enough CTAs to keep the GPU busy.
+    # Choose the most cells and channels per CTA that leave enough CTAs to keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
@@ -83,7 +81,7 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """The cells of one CTA, and the columns of the windows whose filters reach them, relative to the first cell."""
+    """A CTA's cells, and the columns of the windows whose filters reach them, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -94,8 +92,8 @@ class _Cut:
     """The division of a row of cells into groups, one per CTA. The last group may have fewer cells.
 
     Attributes:
-      columns, cells: numbers of columns of cells in total and per group.
-      Q, G, S: numbers of columns of windows, of the filter, and of one window.
+      columns, cells: cells per row and per group.
+      Q, G, S: columns of windows, of the filter, and of one window.
     """
 
     columns: int
@@ -110,7 +108,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the indices of its groups, which are adjacent."""
+        """Map each distinct `_Part` to its groups, which are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -121,13 +119,13 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Maximum number of windows whose filters reach a group's cells."""
+        """Windows whose filters reach a group's cells, at most."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Number of products along the column axis, over all distinct parts. A product is a window, a column in it,
-        and a filter column that together contribute to a cell of the part."""
+        """Products along the column axis, over all distinct parts. A product is a window, a column in it, and a filter
+        column that together contribute to a cell of the part."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -165,7 +163,7 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # The weights of one tap for all channels of a CTA are adjacent, so that one instruction loads several.
+        # One instruction loads the weights of one tap for several channels, because they are adjacent.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         # CTAs for the rows that the most windows reach start first, so that the last CTAs take little time.
@@ -176,15 +174,14 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """Return the n-th of the integers 0 to `count - 1`, ordered from the middle outwards, after the middle first. For a
-    count of 5, the order is 2, 3, 1, 4, 0."""
+    """Return the n-th of the integers 0 to `count - 1`, from the middle outwards. For a count of 5: 2, 3, 1, 4, 0."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """One CTA, which computes a group of cells in one of `rows` rows, for a few input channels and `LANES` examples."""
+    """One CTA, which computes a group of cells in one of `rows` rows, for a few input channels."""
 
     window: tuple[int, int]
     rows: int
@@ -199,12 +196,12 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the cells of `part`. `at` is the row and column of the first cell, the index of the input channels,
-        and the slice of examples."""
+        """Compute the cells of `part`. `at` has the row and column of the first cell, the index of the group of input
+        channels, and the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
-        # From the cells' row upwards, loop over the rows of windows whose filters reach the cells.
+        # Loop upwards over the rows of windows whose filters reach the cells.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)

@@ -6,14 +6,14 @@ computes each cell as a sum of products, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row of cells and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in
-the cell's column, and 1 for the group to its left. `routed` has dy at the positions of the windows' maxima, and zeros
-elsewhere. `weights` has the filters. float32 operands are rounded to TF32.
+m is a row and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in the
+cell's column, and 1 for the group to its left. `routed` has dy at the positions of the windows' maxima, and zeros
+elsewhere. `weights` has the filters.
 
-A CTA computes dx for 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory
-once. For each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's
-`routed` to shared memory. The sums of a cell stay in registers until the last row of windows that reaches the cell. TMA
-then copies them to dx through shared memory.
+A CTA computes 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory once. For
+each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's `routed`
+to shared memory. A cell's sums stay in registers until the last row of windows that reaches the cell. TMA then stores
+them through shared memory.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _EXAMPLES = 64
-"""Examples per CTA: the number of rows of a `wgmma` product."""
+"""Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
 """Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
+"""With four warpgroups per CTA, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Maximum number of sums per thread, for all cells of a column that one row of windows reaches. More would spill."""
+"""Sums per thread, for all cells of a column that one row of windows reaches. With more, the thread spills."""
 _MIN_BATCH = 2048
-"""Batch size below which products by cuBLAS are as fast as this kernel."""
+"""Below this batch, cuBLAS is as fast."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
 
@@ -58,14 +58,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes that follow from the shapes and from the number of windows in a group.
-
-    Attributes:
-      K, C: numbers of output and input channels.
-      P, Q: numbers of rows and columns of windows.
-      F, G: numbers of rows and columns of a filter.
-      R, S: numbers of rows and columns of a window.
-    """
+    """Sizes from the shapes and the number of windows in a group. Letters are as in `WindowTiles`."""
 
     K: int
     P: int
@@ -157,17 +150,16 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x, in dy's dtype, with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_input_gradient.input_gradient` on the tensor cores, with float32 sums.
 
-    Arguments and shapes are those of `conv2d_relu_max_pool2d_input_gradient.input_gradient`. N is a multiple of 64, w
-    is rounded to dy's dtype, and float32 operands are rounded to TF32.
+    The shapes are the same, N is a multiple of 64, and w is rounded to dy's dtype, float32 to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward wrote the indices with the row of windows as the first axis.
+        # The forward wrote the indices by rows of windows.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -186,9 +178,9 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[a, b]`, transposed to rows (r, c, v) and columns (t, q, k). An element is
-    `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the filter. (r, v) is a pixel of a cell of
-    `width` columns, and t = (tr, ts) is a position in window q of a group."""
+    """Return `weights[a, b]`, transposed to rows (r, c, v) and columns (t, q, k). (r, v) is a pixel of a cell of
+    `width` columns, and t = (tr, ts) is a position in window q of a group. An element is
+    `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the filter."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -207,10 +199,10 @@ class _Program:
     """One warpgroup, which computes one column of cells for 64 examples.
 
     Attributes:
-      dy, place, matrices, dx: device memory: gradient with respect to y, indices of the maxima, weights, and result.
-      weights, operands, staging: shared memory: weights, each group's `routed`, and one row of each warpgroup's cell.
-      loaded: barrier of the copies of the weights.
-      met: barrier at which all warpgroups wait for each other.
+      place: indices of the maxima, in device memory.
+      matrices, weights: the weights in device memory and in shared memory.
+      operands, staging: each group's `routed`, and one row of each warpgroup's cell, in shared memory.
+      loaded, met: barriers of the copies of the weights, and of all warpgroups.
       group: group whose `routed` this warpgroup writes. The last warpgroup writes none.
     """
 

@@ -4,8 +4,6 @@ A CTA computes the sums for a few output channels and one input channel, over on
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane loads dy, the index of
 the maximum, and the patch of x under the window from device memory. It multiplies dy by the part of the patch that the
 filter covers at the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds the splits.
-
-Windows do not overlap, and the convolution's stride is 1.
 """
 
 import dataclasses
@@ -33,14 +31,14 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
+"""Sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
 _OTHER_REGISTERS = 30
-"""Registers per thread besides sums and patch. With this value, the computed number of resident CTAs agrees with ptxas'
-register counts for LeNet's filters."""
+"""Registers per thread besides sums and patch. The computed number of resident CTAs then agrees with ptxas for LeNet's
+filters."""
 _MAX_PATCH = 72
-"""Maximum number of elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
-"""Bytes of shared memory that Mosaic reserves for sums across warps."""
+"""Shared memory that Mosaic reserves for sums across warps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,6 @@ class WeightsGradientConfig:
     Attributes:
       channels: output channels per CTA, a divisor of all output channels.
       windows: adjacent windows whose common patch a thread reads at once, a divisor of the windows in a row.
-      programs_per_multiprocessor: CTAs per multiprocessor, if there are enough units of work.
     """
 
     channels: int
@@ -58,12 +55,12 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units of work: `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits for `programs_per_multiprocessor`, which may exceed the number of units."""
+        """Return the number of splits for `programs_per_multiprocessor`, which may exceed the units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -145,7 +142,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward wrote the indices with the row of windows as the first axis.
+        # The forward wrote the indices by rows of windows.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -177,7 +174,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return vectors with one partial sum per lane: for the weights, for the biases, and zeros as padding."""
+        """Return one vector per weight and per bias, with one sum per lane, and zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

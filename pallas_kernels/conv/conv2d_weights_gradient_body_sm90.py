@@ -1,10 +1,10 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which compute weight gradients on Hopper's tensor cores.
 
-A unit is one row of windows for the examples of one step. For each unit, TMA copies x's rows and dy into a stage of the
-ring in shared memory. The warpgroups write the routed gradient to shared memory: for `conv2d_relu_max_pool2d`, dy at
-the positions of the maxima and zero elsewhere; for `conv2d`, dy. Each warpgroup multiplies 64 rows of the left operand
-by the right operand, and keeps the sums in registers. After the last unit, the CTA writes its sums to device memory,
-and reads them back through the L2 cache. It adds up the sums of each weight and each bias, and writes the gradients.
+A unit is one row of windows for the examples of one step. TMA copies each unit's rows of x and dy into a stage of the
+ring in shared memory. The warpgroups write the routed gradient to shared memory. For `conv2d_relu_max_pool2d`, it is dy
+at the positions of the maxima, and zero elsewhere; for `conv2d`, it is dy. Each warpgroup multiplies 64 rows of the
+left operand by the right operand, and keeps the sums in registers. After the last unit, the CTA writes its sums to
+device memory. It reads them back through the L2 cache, and adds up the gradient of each weight and bias.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Maximum number of sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
+"""Sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run a CTA for the `per_split` units of its split. Each warpgroup runs `program` with one tile of accumulators."""
+    """Run a CTA for the `per_split` units of its split. Each warpgroup has one tile of accumulators."""
 
     def accumulate(sums):
         first = split * per_split
@@ -40,15 +40,14 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Its CTA has one split, and a part of the input channels and of the window positions. Subclasses
-    define how dy is copied and routed.
+    """One warpgroup. Subclasses define how dy is copied and routed.
 
     Attributes:
-      x, dy, place, out, gradients: device memory: input, gradient with respect to the output, indices of the maxima or
-        None, sums of all CTAs, and gradients with respect to w and b of all CTAs. The caller discards `out`.
-      xs, dys, places: stages with rows of x and eight rows of ones, with dy, and with indices. `conv2d` has no `dys`
-        and `places`.
-      routed: shared memory for the routed gradient.
+      place: indices of the maxima in device memory, or None for `conv2d`.
+      out, gradients: the sums and the gradients of all CTAs, in device memory.
+      xs: stages with rows of x and eight rows of ones.
+      dys, places: stages of dy and of the indices, or None for `conv2d`.
+      routed: buffers for the routed gradient, in shared memory.
       loaded, ready: barriers of the copies into the stages, and of the warpgroups after they have routed dy.
       sums: the warpgroup's accumulator.
       split, c, t: indices of the CTA's split, part of the input channels, and part of the window positions.
@@ -89,7 +88,7 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Compute one vector of `LANES` gradients, each a total of sums over windows and positions."""
+        """Compute `LANES` gradients, each a total of sums over windows and positions."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
@@ -123,7 +122,7 @@ class _Program:
         stage = ring.stage(step)
         ring.wait(step)
         xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
-        # After the barrier, all warpgroups have finished their last product, whose operands may then be overwritten.
+        # After the barrier, the operands of each warpgroup's last product may be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
         plgpu.barrier_wait(self.ready)
@@ -145,7 +144,7 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Compute the routed gradient from the copied data, and return the index of its buffer."""
+        """Compute the routed gradient, and return the index of its buffer."""
         raise NotImplementedError
 
     @property

@@ -1,8 +1,4 @@
-"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of their config.
-
-The shapes and a config determine the product of each CTA, its warpgroups, its shared memory, and the clocks that all
-CTAs take. `cheapest_config` returns the config with the fewest clocks.
-"""
+"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of their config."""
 
 import dataclasses
 import itertools
@@ -12,16 +8,15 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Number of rows of a `wgmma` tile. Each warpgroup has one tile."""
+"""Rows of a `wgmma` tile, one tile per warpgroup."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four, each thread has 128 registers for its sums and the rest."""
+"""With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_COLUMNS = 160
-"""Maximum number of columns of a CTA's product. A thread keeps one sum per two columns. With 144 sums, it spills
-registers."""
+"""Columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
 _MAX_STAGES = 4
-"""Maximum number of stages. Not tuned."""
+"""Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were measured with this value."""
+"""Shared memory for barriers, sums across warps, and a reserve. The stages were measured with this value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +24,9 @@ class Config:
     """The division of the sums among CTAs.
 
     Attributes:
-      channels: input channels per CTA.
-      places: window positions per CTA.
+      channels, places: input channels and window positions per CTA.
       images_on_left: whether x is the left operand and the routed gradient the right operand, or the reverse. The left
         operand is divided into tiles of 64 rows, one per warpgroup.
-      stages: stages of the pipeline.
     """
 
     channels: int
@@ -44,8 +37,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow from the shapes and a config. In `correlate_batch`, a window is R rows of one output column,
-    and S is 1.
+    """Sizes from the shapes and a config. In `correlate_batch`, a window is R rows of one output column, and S is 1.
 
     Attributes:
       K, C: numbers of output and input channels.
@@ -78,7 +70,7 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones, which follow the rows of x."""
+        """Index of the first row of ones, after the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -106,7 +98,7 @@ class Sizes:
 
     @property
     def x_rows(self) -> int:
-        """Rows of shared memory per stage for x and the ones."""
+        """Rows of a stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
@@ -125,13 +117,13 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """The largest number of stages that fit."""
+        """The most stages that fit."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Numbers of parts of the input channels, and of a window's positions."""
+        """Parts of the input channels, and of a window's positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -158,8 +150,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks per unit, for the CTAs of all parts. A product of depth 8 takes half a clock per
-        column and warpgroup. Loads take one clock per 24 bytes from the cache."""
+        """Return the estimated clocks per unit, for all CTAs. A product of depth 8 takes half a clock per column and
+        warpgroup. Loads take one clock per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 

@@ -5,16 +5,16 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
 c and k are input and output channels, and n is an example. (i, j) is a row and a column of x under the windows'
-filters. t is a position in window q of R x S positions. `routed` is dy at the positions of the maxima, and zero
-elsewhere. The sums with `i = r + u` and `j = q * S + s + v`, where (r, s) is position t, add up to the gradient of
-w[k, c, u, v]. The other sums, two in three for LeNet's second block, are not used.
+filters. t = (r, s) is a position in window q of R x S positions. `routed` is dy at the positions of the maxima, and
+zero elsewhere. The gradient of w[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The
+other sums, two in three for LeNet's second block, are not used.
 
-The batch is contiguous in both operands, as the tensor cores require of float32 operands, which are rounded to TF32.
-A CTA computes these sums for a part of the input channels, a part of the window positions, and a split of the rows of
-windows and the batch. `conv2d_weights_gradient_body_sm90` describes its data flow.
+The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes a part of the input
+channels and of the window positions, over a split of the rows of windows and the batch. The data flow is described in
+`conv2d_weights_gradient_body_sm90`.
 
-For `conv2d`, a row of windows is a block of R rows of the output, t is a row in this block, and S is 1. `routed` is dy.
-In both cases, rows of ones after the rows of x yield the bias gradient.
+For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
+rows of x yield the bias gradient.
 """
 
 import functools
@@ -40,7 +40,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""Batch size below which computing the gradients from the sums takes the time that the tensor cores save."""
+"""Below this batch, computing the gradients from the sums takes the time that the tensor cores save."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -63,12 +63,9 @@ def _misfit(dy, x):
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` with float32 operands rounded to TF32.
-
-    Arguments, shapes, and results are the same.
-    """
+    """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` with float32 operands rounded to TF32."""
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward wrote the indices with the row of windows as the first axis.
+    # The forward wrote the indices by rows of windows.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -83,8 +80,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the rows of the output per product, or None if no R is supported. The operands' rows, R * W of x and
-    R * Q of dy, must be multiples of eight."""
+    """Return R, the rows of the output per product, or None. R times the columns of x, and R times the columns of dy,
+    must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -126,8 +123,8 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     """Launch the kernel, and return the gradients with respect to w and b.
 
     Args:
-      buffers: number of buffers for the routed gradient.
-      copies: number of copies that fill a stage.
+      buffers: buffers for the routed gradient.
+      copies: copies that fill a stage.
       dys_and_places: shared memory for stages of dy and of the indices, if dy is routed.
     """
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Maximum number of positions of a filter. The exact float32 kernels unroll all of them."""
+"""Positions of a filter, all of which the exact float32 kernels unroll."""
 MAX_PLACES = 16
-"""Maximum number of positions of a pooling window in the exact float32 kernels."""
+"""Positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:

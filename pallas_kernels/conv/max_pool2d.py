@@ -51,7 +51,7 @@ def scatter_gradients(
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
       indices: integers of dy's shape. The position (u, v) of a window's maximum is `u * window[1] + v`.
       input_size: height H and width W of the input.
-      padding: number of padding rows above the input, and of padding columns to its left.
+      padding: padding rows above the input, and padding columns to its left.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
@@ -73,8 +73,7 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Along each axis, for each window that can contain the cell: the cells from the window's first cell to this cell,
-    # and the offset of this cell within the window.
+    # Per axis and window that can contain the cell: cells from the window's first cell, and offset in the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

@@ -6,9 +6,9 @@ from typing import Any, Self
 from pallas_kernels.core.layouts import quotient
 
 EXAMPLES = 64
-"""Examples per tile. With 64, a thread has 32 sums for each position of a window."""
+"""Examples per tile. With 64, a thread has 32 sums per window position."""
 MAX_BOX = 256
-"""Maximum number of elements along each axis of a bulk copy."""
+"""Elements along each axis of a bulk copy, at most."""
 BARRIER_BYTES = 1024
 """Bytes of shared memory for the barriers. Operands follow, aligned to 1024 bytes."""
 
@@ -52,7 +52,7 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units that the warpgroups divide. A unit is a tile for one block of 64 examples."""
+        """Number of units. A unit is a tile for one block of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:

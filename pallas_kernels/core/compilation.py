@@ -1,11 +1,10 @@
 """Kernels that are compiled while the surrounding program is still being lowered.
 
 XLA compiles the kernels of a program one after the other, after lowering all of it. Mosaic GPU caches compiled kernels
-in the process by their hash. A thread therefore compiles each kernel in a separate program, right after the kernel is
-lowered.
+by their hash. A thread therefore compiles each kernel in a separate program, right after the kernel is lowered.
 
-An error in the thread is raised when the surrounding program compiles the kernel again. If this program needs a kernel
-before the thread has compiled it, both compile it, and the first result is used.
+If the surrounding program needs a kernel before the thread has compiled it, both compile it. An error in the thread is
+raised when the surrounding program is compiled.
 """
 
 import dataclasses
@@ -21,14 +20,13 @@ from jax import export
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
 """Names under which different versions of JAX register Mosaic GPU's kernels."""
 _MIN_CORES = 4
-"""Smallest number of CPU cores for compiling ahead. On two, it saves no time: docs/lab/2026-11-24-compile.md."""
+"""CPU cores for compiling ahead. On two, it saves no time: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Return whether to compile kernels ahead of the program that contains them, which is being lowered.
+    """Return whether to compile kernels ahead of the surrounding program, which is being lowered.
 
-    This needs a program only for this machine's GPUs, `_MIN_CORES` cores, and no persistent compilation cache. If the
-    cache holds a program, JAX compiles none of its kernels.
+    If JAX finds a program in a persistent compilation cache, it compiles none of its kernels.
     """
     return (
         jax.default_backend() == "gpu"
@@ -40,10 +38,8 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting.
-
-    `function` maps arrays with the shapes and dtypes of `avals` to a list of arrays.
-    """
+    """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting. The function
+    maps arrays with the shapes and dtypes of `avals` to a list of arrays."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
     # A kernel runs on one device. JAX would take the mesh and the number of devices from the context.

@@ -1,8 +1,8 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this device, and refuse architectures that lack their instructions. The properties come
-from JAX's default device. If it is not a GPU, kernels are traced for Hopper, so that any machine can lower them for
-CUDA. `targeting` selects another GPU, which need not be present.
+Kernels choose their tiles for this device, and refuse architectures that lack their instructions. It is JAX's default
+device, or the GPU that `targeting` selects. If the default device is not a GPU, it is Hopper, so that any machine can
+lower kernels for CUDA.
 """
 
 import contextlib
@@ -19,11 +19,9 @@ class Device:
     """A GPU, as its driver describes it.
 
     Attributes:
-      kind: name of the GPU.
       capability: compute capability, (major, minor).
       multiprocessors: number of streaming multiprocessors.
       shared_bytes: bytes of shared memory that one CTA may use.
-      l2_bytes: bytes of the L2 cache.
       registers: 32-bit registers per multiprocessor.
     """
 
@@ -36,21 +34,21 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. Its bulk copies and barriers need compute capability 9.0."""
+        """Whether Mosaic GPU compiles for this device. It needs the bulk copies and barriers of capability 9.0."""
         return self.capability >= (9, 0)
 
 
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for on machines without them. The figures for the H200 come from its driver, the others from XLA's
-target configurations."""
+"""Devices to compile for. The figures for the H200 come from its driver, the others from XLA's target
+configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """`CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`, `L2_CACHE_SIZE`, and
 `MAX_REGISTERS_PER_MULTIPROCESSOR`."""
 
-# A JAX context instead of a global variable, because the value of a JAX context is part of jit's cache key.
+# The value of a JAX context is part of jit's cache key, unlike a global variable.
 _target_context = jax.make_user_context(None)
 
 
@@ -62,7 +60,7 @@ def targeting(device: Device) -> Iterator[None]:
 
 
 def target() -> Device:
-    """Return the GPU that kernels are traced for: the targeted GPU, else the default device, else Hopper."""
+    """Return `gpu()`, else Hopper: the GPU that kernels are traced for."""
     return gpu() or HOPPER
 
 
@@ -102,7 +100,8 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return a `CUdevice_attribute`, or `default` if the driver does not return it. JAX exposes only some of them."""
+    """Return a `CUdevice_attribute`, most of which JAX does not expose, or `default` if the driver does not return
+    it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

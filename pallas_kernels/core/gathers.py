@@ -1,11 +1,10 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
 
-Pallas has no indexed read of a reference by a vector in registers, so these functions use Mosaic's operations. The
-simulator reads the whole reference instead.
+Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations. The simulator
+reads the whole reference instead.
 
 A block is an array in registers of shape `(lanes, width)`. Each lane has one row of `width` adjacent elements, of at
-most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`, so a
-thread has one or several lanes.
+most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`.
 """
 
 import functools
@@ -188,8 +187,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return a float32 block, and make sure that it is computed before the code that follows.
 
-    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms that are
-    added need as many registers as the sums.
+    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms need as many
+    registers as the sums.
     """
     if simulating() is not None:
         return block
@@ -210,9 +209,8 @@ def computed_here(block: Array) -> Array:
 def compiler_fence() -> None:
     """Keep a thread's accesses to shared memory before this call before its accesses after it.
 
-    LLVM treats shared memory as an object of size zero. It may therefore assume that an access to an element and an
-    access to a vector never overlap. In a kernel with short loops, LLVM then reuses a vector that the thread stored,
-    and misses later additions to its elements.
+    LLVM treats shared memory as an object of size zero, and may assume that accesses to an element and to a vector
+    never overlap. It then reuses a stored vector, and misses later additions to its elements.
     """
     if simulating() is not None:
         return
@@ -225,10 +223,8 @@ def compiler_fence() -> None:
 
 
 def meet(barrier: Any) -> None:
-    """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible.
-
-    The simulator lacks the GPU's instruction, and uses `barrier`, which has one arrival per warpgroup.
-    """
+    """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible. Only the simulator
+    uses `barrier`, which has one arrival per warpgroup."""
     if simulating() is not None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -246,8 +242,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory. One list has one dtype. The i-th references of all lists have
-        the same length, and are aligned to a thread's access.
+      lists: lists of references `(n,)` to device memory, aligned to a thread's access. One list has one dtype. The i-th
+        references of all lists have the same length.
       array, start: integers, the same in all threads. `start` is a multiple of the block's size. Beyond the end, the
         block repeats the array's last element.
     """
@@ -351,7 +347,7 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return pointers to the `array`-th array of each list, and the length of these arrays, from a single branch."""
+    """Return pointers to the `array`-th array of each list, and their length, from a single branch."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

@@ -1,18 +1,15 @@
 """Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-A kernel body is a function of references to GPU memory. The indices of a CTA in the grid arrive as keyword arguments
-named after the grid's axes:
+A kernel body is a function of references to GPU memory. The indices of a CTA in the grid are keyword arguments named
+after the grid's axes:
 
     def body(x_ref, y_ref, *, row):
         y_ref[row] = 2.0 * x_ref[row]
 
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
-Lowered for CUDA, the body is a Mosaic GPU kernel. Lowered for other platforms, it runs in Pallas' interpreter, which is
-plain XLA code: slow, but compatible with every JAX transformation. `simulated` runs it in the Mosaic simulator.
-
-A launch is a JAX primitive. Its body is traced only when the primitive is lowered, for the platform of the lowering.
-Tracing a program therefore spends no time on its kernels.
+Lowered for CUDA, the body is a Mosaic GPU kernel. On other platforms, it runs in Pallas' interpreter. A launch is a JAX
+primitive, whose body is traced only when it is lowered: see docs/architecture.md.
 """
 
 import contextlib
@@ -25,14 +22,14 @@ from typing import Any
 
 import jax
 
-# Importing this module adds its settings to jit's cache key. If the first kernel imported it, every earlier program
-# would be compiled again.
+# Importing this module adds its settings to jit's cache key. If a kernel imported it, every earlier program would be
+# compiled again.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# These functions have no public name in JAX 0.10.2: the switch for shard_map's types of values that vary along mesh
-# axes, the evaluation of a primitive outside of jit, and the lines that operations record.
+# These functions have no public name in JAX 0.10.2: the switch for shard_map's types of varying values, the evaluation
+# of a primitive outside of jit, and the lines that operations record.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax._src.source_info_util import _source_info_context, new_source_info
@@ -74,20 +71,18 @@ def launch(
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
-      warpgroups: number of warpgroups per CTA. The body's keyword argument `warpgroup` distinguishes them.
-      cluster: axis name -> number of CTAs that run concurrently per point of `grid`, and access each other's shared
-        memory.
+      warpgroups: warpgroups per CTA, distinguished by the body's keyword argument `warpgroup`.
+      cluster: axis name -> number of CTAs per point of `grid` that can access each other's shared memory.
       scratch: shared memory and barriers. A kernel with scratch runs only on GPUs and in the simulator: see `on_gpu`.
       barriers: whether a warpgroup synchronizes before and after each store. This is unnecessary if a barrier of the
         body, such as `plgpu.commit_smem`, comes before each read of another thread's data.
-      sums_across_warps: whether the body sums along an axis that several warps share. If not, 2 KiB of shared memory
-        become available.
+      sums_across_warps: whether the body sums along an axis that several warps share, for which 2 KiB of shared memory
+        are reserved.
       in_place: index among all leaves of `arrays` -> index of an output of the same shape and dtype, which may use the
         array's memory. Only the CTA that reads an element may write it, after the read. XLA copies an array that is
         still needed.
       skippable: indices of entries of the tuple `out`. If a compiled program does not use an entry, the body gets None
-        for it, and must not write it. A backward thus skips the sums for parameters that are not differentiated. A
-        kernel with `in_place` cannot skip outputs.
+        for it, and must not write it. A kernel with `in_place` cannot skip outputs.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
         about the rounding error of float32, and the error of `tanh` is 2^-11.
 
@@ -181,11 +176,11 @@ def _mosaic(
 
 _MAX_OUTER_CTAS = 2**16 - 1
 """Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide, compute capabilities). The last axis of a grid
-becomes the x axis, which takes 2**31 - 1 CTAs."""
+is the x axis, which takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return a CTA's index along each axis of the grid, from its index `flat` in the flattened grid."""
+    """Return a CTA's index along each axis of the grid, from its index `flat`."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -227,10 +222,9 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result of `ndim` axes on the arrays' mesh, or None without an automatic mesh.
+    """Return the sharding of a result of `ndim` axes on the arrays' automatic mesh, without partitioning, or None.
 
-    On automatic axes, the sharding records the mesh but no partitioning, as for JAX's operations. On explicit or manual
-    axes, the caller of `launch` determines the sharding.
+    On explicit or manual axes, the caller of `launch` determines the sharding.
     """
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
@@ -247,7 +241,7 @@ class _Entry:
 
 
 def _bind(name, functions, arrays, entries, in_place):
-    # A body is traced in the contexts of the lowering. This call's contexts that affect the body are passed along.
+    # A body is traced in the contexts of the lowering. Contexts of this call that affect the body are passed along.
     x64 = jax.config.jax_enable_x64
 
     def parameters(entries):
@@ -267,7 +261,7 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Skip unused outputs if the kernel can. JAX calls this when it removes unused operations."""
+    """Skip unused outputs if the kernel can. JAX calls this function when it removes unused operations."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):
@@ -355,7 +349,7 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 def unify_varying_axes(arrays: Any) -> Any:
     """Within shard_map, type the arrays as varying along every mesh axis along which one of them varies.
 
-    If an array is the same on all devices, its gradient is thereby summed over the devices.
+    The gradient of an array that is the same on all devices is thereby summed over the devices.
     """
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
@@ -380,13 +374,12 @@ def _warn_interpreted() -> None:
 
 
 def batch_last(x: Array) -> Array:
-    """Transpose `(batch, ...) -> (..., lanes)`, with one example per lane. The batch is zero-padded to a multiple of
-    `LANES`."""
+    """Transpose `(batch, ...) -> (..., lanes)`, one example per lane, zero-padded to a multiple of `LANES`."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """Invert `batch_last` for a batch of `batch` examples."""
+    """Invert `batch_last` for `batch` examples."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

@@ -12,11 +12,11 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). A CTA has one warpgroup by default, and vector
-lengths are multiples of this number."""
+"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). By default, a CTA has one warpgroup. Lengths of
+vectors are multiples of `LANES`."""
 
 OPERAND_BYTES = 128
-"""Bytes per row of a tensor-core operand in shared memory: the widest swizzle of a matrix descriptor (PTX ISA)."""
+"""Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
@@ -41,14 +41,14 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Maximum number of rows that `sums_over_lanes` processes at once: two tiles of its layout. Not tuned."""
+"""Rows that `sums_over_lanes` processes at once: two tiles of its layout. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Sum each row of `rows (n, lanes)` in shared memory, and write the sums to `totals (n,)` in device memory.
 
-    All sums share one barrier, before any thread reads a row. n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`,
-    and the number of lanes is a multiple of `LANES`.
+    All sums share one barrier. n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of
+    `LANES`.
     """
     # A warp reads four rows, with eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
@@ -77,10 +77,8 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory for bulk copies, whose last axis takes at most `OPERAND_BYTES` bytes.
-
-    Rows are swizzled, so that threads storing a `wgmma` accumulator have no bank conflicts.
-    """
+    """Return shared memory for bulk copies, whose last axis takes at most `OPERAND_BYTES` bytes. Swizzled rows avoid
+    bank conflicts between threads that store a `wgmma` accumulator."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
@@ -88,8 +86,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand`, and `swizzled` memory of shape `box` with the same rows.
 
-    A bulk copy into an operand must begin at a tile of the array in device memory; a copy into a box may begin
-    anywhere. `as_operand` and `as_box` return the views. In the simulator, the result is only the operand.
+    A bulk copy into an operand must begin at a tile of the array in device memory. A copy into a box may begin
+    anywhere. In the simulator, the result is only the operand.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
@@ -106,10 +104,7 @@ def as_box(ref: Any) -> Any:
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Run `plgpu.wgmma` with a left operand in registers and a right operand in shared memory.
-
-    In the simulator, which multiplies only operands in shared memory, `left` is first stored in `scratch`.
-    """
+    """Run `plgpu.wgmma` with the left operand in registers, or in the simulator in `scratch` in shared memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -153,8 +148,8 @@ def zeros_like(vector: Array) -> Array:
 def vector_length(*arrays: Array) -> int:
     """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes at once, which are
-    two elements of float32. Only vectors with the same number of elements per thread can be combined.
+    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes, and vectors need
+    the same number of elements per thread to be combined.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -164,8 +159,8 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    In a kernel, `//` and `%` examine signs, and take ten more operations than `lax.div` or `lax.rem`. Some of these
-    operations convert booleans, and JAX 0.11 starts a process for each such conversion.
+    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of them convert
+    booleans, and JAX 0.11 starts a process for each such conversion in a kernel.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
@@ -176,7 +171,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Convert a Python integer to the dtype of `number`, because 64-bit mode would convert it to 64 bits."""
+    """Convert a Python integer to the dtype of `number`; in 64-bit mode, JAX would convert it to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

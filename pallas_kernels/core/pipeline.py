@@ -4,13 +4,12 @@ The copies of step `step` fill stage `step % stages`, and signal the stage's bar
 are two ways to keep the ring of stages full:
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
-  `fetch` a later step into the stage that has just been read. The caller ensures that all threads have read this stage.
+  `fetch` a later step into the stage that all threads have just read.
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` waits at the barriers `free` until the
   consumers have `release`d a stage, and then fills it again.
 
-JAX's `plgpu.emit_pipeline` is slightly faster in a copy kernel and in LayerNorm's forward:
-docs/lab/2026-11-22-pipelines.md. It has separate buffers for inputs and outputs, for which LayerNorm's backward has no
-shared memory left. The ring computes in place, in a single buffer per stage.
+JAX's `plgpu.emit_pipeline` is slightly faster in LayerNorm's forward: docs/lab/2026-11-22-pipelines.md. Its separate
+buffers for inputs and outputs do not fit in shared memory for LayerNorm's backward.
 """
 
 import dataclasses
@@ -30,15 +29,14 @@ class Ring:
     """A ring of stages in shared memory.
 
     Attributes:
-      stages: number of stages.
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier` when they finish.
       loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has separate barriers, with
         index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: index of the ring's only stage, or None. If set, warpgroups with one stage each can share an array of
-        stages and an array of barriers.
-      turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
+      fixed_stage: the ring's only stage, or None. If set, warpgroups with one stage each can share arrays of stages and
+        barriers.
+      turn: in a ping-pong schedule, the consumer that uses the ring, or for which the producer fetches.
     """
 
     stages: int

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-# A JAX context instead of a global variable, because the value of a JAX context is part of jit's cache key.
+# The value of a JAX context is part of jit's cache key, unlike a global variable.
 _simulation = jax.make_user_context(None)
 
 

@@ -47,7 +47,7 @@ class Kernel:
         self._function, self._unsupported, self._heuristic = function, unsupported, heuristic
 
     def unsupported(self, *arrays: Any, **options: Any) -> str | None:
-        """Return the reason why the device or the arguments are unsupported, or None."""
+        """Return why the device or the arguments are unsupported, or None."""
         capability = device.target().capability
         if capability < (9, 0) or (self.capability is not None and capability != self.capability):
             requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
@@ -85,7 +85,7 @@ def kernel(
     Args:
       heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass with the tiles, or to None if another
         kernel or XLA is faster.
-      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None, the default.
+      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)

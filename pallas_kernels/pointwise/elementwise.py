@@ -20,18 +20,18 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the number of elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs.
-Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. Numbers
+from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Maximum number of elements per thread if every candidate leaves fewer CTAs. Not tuned."""
+"""Elements per thread if every candidate leaves fewer CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum number of elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided
-layout), or two elements of float32. Only vectors with the same number of elements per load can be combined."""
+"""Elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), two
+elements of float32. Only vectors with the same number of elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
-"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
+"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 ALIGNMENT = 4
-"""Alignment of rows, in elements, that permits a thread's widest accesses: 16 bytes or four elements of float32 (CUDA
-C++ Programming Guide, device memory accesses)."""
+"""Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four elements of float32 (CUDA C++
+Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended to more axes, along which arrays are
 broadcast in memory."""
@@ -39,13 +39,13 @@ broadcast in memory."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` elements of one row, a multiple of `LANES`, and at most the row's length."""
+    """Elements of one row per CTA: a multiple of `LANES`, at most the row's length."""
 
     length: int
 
 
 def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
-    """Return a message if an array has more elements than the kernels' 32-bit indices can address, else None."""
+    """Return a message if an array has too many elements for the kernels' 32-bit indices, else None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -128,7 +128,7 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return the result's `Rows`, each of which has at least the length of a vector."""
+    """Return the result's `Rows`, each at least as long as a vector."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -138,7 +138,7 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector. Single elements are not padded."""
+    """Flatten arrays that broadcast to `shape`, and pad all but single elements with zeros to a vector."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
@@ -163,8 +163,8 @@ class Rows:
         elements of a row, `flatten` broadcasts it in memory.
 
     Attributes:
-      count, length: number of rows, and number of elements per row.
-      lead, leads: sizes of the axes before the axes of a row, in `shape` and in each array.
+      count, length: number of rows, and elements per row.
+      lead, leads: sizes of the axes before a row's axes, in `shape` and in each array.
       spans_row: for each array, whether it has all elements of a row.
     """
 
@@ -189,7 +189,7 @@ class Rows:
         return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays flattened to vectors, as `load` takes them."""
+        """Return the arrays as vectors for `load`."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # Single elements are converted here, because a kernel loads them as float32.

@@ -28,23 +28,18 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. More CTAs were slower for sums
-along columns: docs/lab/2026-11-21-pointwise.md."""
+"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. More CTAs were slower for sums along
+columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum numbers of elements of a vector per thread, along rows and along columns. A thread adds up its elements along
-a row, and keeps one sum per element along columns. Not tuned."""
+"""Elements of a vector per thread, along rows and along columns. A thread adds up its elements along a row, and keeps
+one sum per element along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum number of elements per thread with mixed dtypes, as in elementwise.py."""
+"""As in elementwise.py."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `sum_over`.
-
-    Attributes:
-      length: elements per vector, a multiple of `LANES`.
-      splits: number of equal parts of each sum.
-    """
+    """Tiles of `sum_over`: elements per vector, a multiple of `LANES`, and number of equal parts of each sum."""
 
     length: int
     splits: int
@@ -55,10 +50,8 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads, with its axes in the order `order`.
-      axis: first of the axes that the kernel sums over.
-      along_columns: whether the kernel sums over `axis` only, or also over all later axes.
-      order: permutation of the axes, or None.
+      shape: shape of the data that the kernel reads, with its axes in the order `order`, or unpermuted if it is None.
+      axis, along_columns: the kernel sums over `axis`, and unless `along_columns` also over all later axes.
       columns: if not None, the data is reshaped to a matrix with this number of columns, which are padded to a vector.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
@@ -122,8 +115,7 @@ class _Sums:
 
     Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
     element. Along columns, `count` is the number of matrices, and `blocks` the number of blocks of columns per matrix.
-    Each step adds a vector from another row of the matrix, and a sum is a vector. `rows` holds the rows of all
-    matrices.
+    Each step adds a vector from another row of the matrix, and a sum is a vector.
     """
 
     rows: Rows
@@ -140,7 +132,7 @@ class _Sums:
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
         """Return the row that a step reads, and the index in it of the vector's first element. Along columns, the last
-        block may overlap the block before it."""
+        two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -170,7 +162,7 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Rows that are not aligned are loaded element by element, because wider accesses must be aligned.
+    # Wide accesses must be aligned.
     max_elements = (
         1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
@@ -186,8 +178,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     The order of summation is fixed. If a row does not end with a whole vector, XLA sums the remaining elements.
 
     Args:
-      formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
-        unchanged.
+      formula: see `elementwise`.
       arrays: arrays whose shapes broadcast against each other.
       axes: axes to sum over, counted from the front.
 
@@ -241,8 +232,7 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Launch the kernel, and return one array of `sums` per output of the formula. XLA adds the `splits` parts of each
-    sum."""
+    """Launch the kernel, and return one array of `sums` per output of the formula, in which XLA adds the `splits`."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

@@ -28,14 +28,14 @@ _ELEMENTS = 8
 """Elements of each list per thread, if this leaves `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision moments,
 converted to float32, would take most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted number of CTAs: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
+"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Largest average number of elements per array for which the kernel is used: 2 MiB of float32. It was faster than XLA
-with 128,000 elements, but not with 1,024,000: docs/lab/2026-11-23-lenet.md."""
+"""Average number of elements per array, 2 MiB of float32, up to which the kernel is used. It was faster than XLA with
+128,000 elements, but not with 1,024,000: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum number of arrays per launch. The compile time grows faster than the number of arrays. Not tuned."""
+"""Arrays per launch. The compile time grows faster than their number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes of arrays that the kernel supports. It computes in float32."""
+"""Dtypes that the kernel supports. It computes in float32."""
 
 Arrays = Sequence[Array]
 
@@ -79,8 +79,8 @@ def updates(
 ) -> tuple[list[Array], ...]:
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    Results use the memory of `changed`. If an array of `changed` is still needed, XLA copies it first. The kernel runs
-    only on GPUs and in the simulator: see `on_gpu`.
+    Results use the memory of `changed`, which XLA copies first if it is still needed. The kernel runs only on GPUs and
+    in the simulator: see `on_gpu`.
 
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
@@ -137,5 +137,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return how many elements of the widest dtype in `lists` one access can load."""
+    """Return how many elements of the widest dtype one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)
