@@ -223,7 +223,8 @@ class SumBatchConfig:
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order. Shapes: `(K, R, N) -> (K,)`."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` over rows r and examples n, in float32 and in a fixed order. The
+    shapes are `(K, R, N) -> (K,)`, for K channels k."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

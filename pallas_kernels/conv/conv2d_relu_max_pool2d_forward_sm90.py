@@ -55,7 +55,7 @@ _MAX_PLACES = 4
 _WARPGROUPS = 2
 """Three were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Per warpgroup. Not tuned."""
+"""Stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
 """Estimated clocks to find a tile's maxima: 12 instructions per window, two clocks each."""
 _MIN_BATCH = 2048
@@ -69,7 +69,6 @@ class Config:
     Attributes:
       rows, columns: rows and columns of windows in a tile.
       operand_bytes: bytes per row of an operand.
-      stages: stages per warpgroup.
     """
 
     rows: int
@@ -98,7 +97,7 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Features of a tile. Zeros pad them to the rows of a product."""
+        """Features of a tile, which zeros pad to the rows of a product."""
         return self.config.rows * self.K * self.config.columns
 
     @property
@@ -131,12 +130,10 @@ class _Sizes(WindowTiles):
 
     @property
     def ring(self) -> int:
-        """Stages of all warpgroups."""
         return self.config.warpgroups * self.config.stages
 
     @property
     def other_bytes(self) -> int:
-        """Shared memory for weights, results, and barriers."""
         results = self.config.warpgroups * _FEATURES * EXAMPLES * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * self.S * _FEATURES * self.summed + results + BARRIER_BYTES
 
@@ -196,7 +193,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision x and w, with float32 sums.
 
     The shapes are the same, N is a multiple of 64, and w is rounded to x's dtype. A NaN or infinity in an image makes
-    all windows of its tile NaN, because the zeros of the banded matrix multiply it.
+    all windows of its tile NaN, because its products with the zeros of the banded matrix are NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -320,7 +317,6 @@ class _Program:
             plgpu.copy_gmem_to_smem(self.zeros, tail, self.constants_loaded)
 
     def tile(self, step):
-        """Return the row and column of a step's first window, and its block of examples."""
         return self.sizes.unit(step * self.programs + self.program)
 
     def copy(self, step, stage, barrier):
@@ -348,7 +344,6 @@ class _Program:
         self.write(step, jnp.maximum(largest, 0.0).astype(self.y.dtype), at)
 
     def multiply(self, ring, step, *sums):
-        """Return the sums of each window position."""
         sizes, stage = self.sizes, ring.stage(step)
         patch = as_operand(self.patches).at[stage]
         ring.wait(step)

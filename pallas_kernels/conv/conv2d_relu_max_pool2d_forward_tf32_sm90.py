@@ -1,7 +1,6 @@
 """Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, with the batch as the last axis.
 
-A tile is a few pooling windows, for all output channels and 64 examples. `wgmma` computes a tile with one row per
-example:
+A tile is a few pooling windows, for all output channels and 64 examples. `wgmma` computes its sums:
 
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
@@ -67,7 +66,7 @@ _MAX_OUTPUTS = 256
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers per thread besides its sums and its part of a patch, for which ptxas spills none for LeNet."""
+"""Registers per thread besides its sums and its part of a patch, so that ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
 """Bytes that a multiprocessor reads or writes per clock."""
 
@@ -193,7 +192,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` from float32 x and w rounded to TF32, with float32 sums.
 
     The shapes are the same, and N is a multiple of 64. A NaN or infinity in an image makes all windows of its tile NaN,
-    because the zeros in `weights` multiply it.
+    because its products with the zeros in `weights` are NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -335,7 +334,6 @@ class _Program:
         self.write(unit, jnp.maximum(largest, 0.0), jnp.where(largest > 0, at, places))
 
     def multiply(self, unit, share, sums):
-        """Return the sums, with one row per example."""
         steps, operand = self.sizes.steps, self.operands.at[self.warpgroup]
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])

@@ -119,7 +119,7 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Windows whose filters reach a group's cells, at most."""
+        """Maximum number of windows whose filters reach a group's cells."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
@@ -196,8 +196,7 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the cells of `part`. `at` has the row and column of the first cell, the index of the group of input
-        channels, and the slice of examples."""
+        """Compute the cells of `part`, of which the first is at `at`."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

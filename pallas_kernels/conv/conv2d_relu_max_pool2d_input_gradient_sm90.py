@@ -1,8 +1,8 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch as the last axis.
 
 A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
-group. The filters of a group reach the group's cell, the cells below it, and the cells to the right of these. `wgmma`
-computes each cell as a sum of products, with one row per example:
+group. The filters of a group reach the group's cell, the cells below it, and the cells directly to the right of these.
+`wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
@@ -42,7 +42,7 @@ _COLUMNS = 32
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Sums per thread, for all cells of a column that one row of windows reaches. With more, the thread spills."""
+"""Sums per thread, for the cells of a column that one row of windows reaches. With more, the thread spills."""
 _MIN_BATCH = 2048
 """Below this batch, cuBLAS is as fast."""
 MIN_JAX = (0, 11, 1)

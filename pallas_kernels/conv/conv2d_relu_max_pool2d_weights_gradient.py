@@ -33,8 +33,7 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
 _OTHER_REGISTERS = 30
-"""Registers per thread besides sums and patch. The computed number of resident CTAs then agrees with ptxas for LeNet's
-filters."""
+"""Registers per thread besides sums and patch, so that the number of resident CTAs agrees with ptxas for LeNet."""
 _MAX_PATCH = 72
 """Elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048

@@ -49,7 +49,6 @@ class _Program:
       dys, places: stages of dy and of the indices, or None for `conv2d`.
       routed: buffers for the routed gradient, in shared memory.
       loaded, ready: barriers of the copies into the stages, and of the warpgroups after they have routed dy.
-      sums: the warpgroup's accumulator.
       split, c, t: indices of the CTA's split, part of the input channels, and part of the window positions.
       first, steps: index of the split's first unit, and number of its units.
     """

@@ -6,8 +6,8 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
 c and k are input and output channels, and n is an example. (i, j) is a row and a column of x under the windows'
 filters. t = (r, s) is a position in window q of R x S positions. `routed` is dy at the positions of the maxima, and
-zero elsewhere. The gradient of w[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The
-other sums, two in three for LeNet's second block, are not used.
+zero elsewhere. The gradient of w[k, c, u, v], at filter position (u, v), is the total of the sums with `i = r + u` and
+`j = q * S + s + v`. The other sums, two in three for LeNet's second block, are not used.
 
 The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes a part of the input
 channels and of the window positions, over a split of the rows of windows and the batch. The data flow is described in
@@ -120,13 +120,8 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
-    """Launch the kernel, and return the gradients with respect to w and b.
-
-    Args:
-      buffers: buffers for the routed gradient.
-      copies: copies that fill a stage.
-      dys_and_places: shared memory for stages of dy and of the indices, if dy is routed.
-    """
+    """Return the gradients with respect to w and b. `buffers` counts the buffers for the routed gradient, and `copies`
+    the copies that fill a stage."""
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
     x, dy, *_ = arrays

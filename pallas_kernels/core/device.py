@@ -1,8 +1,8 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this device, and refuse architectures that lack their instructions. It is JAX's default
-device, or the GPU that `targeting` selects. If the default device is not a GPU, it is Hopper, so that any machine can
-lower kernels for CUDA.
+Kernels choose their tiles for this GPU, and refuse architectures that lack their instructions. `targeting` selects the
+GPU, which need not be present. Otherwise it is JAX's default device, or Hopper if the default device is not a GPU. Any
+machine can therefore lower kernels for CUDA.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ class Device:
 
     Attributes:
       capability: compute capability, (major, minor).
-      multiprocessors: number of streaming multiprocessors.
       shared_bytes: bytes of shared memory that one CTA may use.
       registers: 32-bit registers per multiprocessor.
     """
@@ -34,7 +33,7 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. It needs the bulk copies and barriers of capability 9.0."""
+        """Whether Mosaic GPU compiles for this device. Mosaic needs the bulk copies and barriers of capability 9.0."""
         return self.capability >= (9, 0)
 
 
@@ -100,8 +99,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return a `CUdevice_attribute`, most of which JAX does not expose, or `default` if the driver does not return
-    it."""
+    """Return a `CUdevice_attribute`, or `default` if the driver does not. JAX exposes only some of the attributes."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -28,8 +28,7 @@ import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# These functions have no public name in JAX 0.10.2: the switch for shard_map's types of varying values, the evaluation
-# of a primitive outside of jit, and the lines that operations record.
+# These functions have no public name in JAX 0.10.2.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax._src.source_info_util import _source_info_context, new_source_info
@@ -144,7 +143,7 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Return all outputs in order: those in an array's memory, and the others."""
+        """Return all outputs in order."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 

@@ -4,7 +4,7 @@ The copies of step `step` fill stage `step % stages`, and signal the stage's bar
 are two ways to keep the ring of stages full:
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
-  `fetch` a later step into the stage that all threads have just read.
+  `fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` waits at the barriers `free` until the
   consumers have `release`d a stage, and then fills it again.
 

@@ -83,8 +83,7 @@ def kernel(
     """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
     Args:
-      heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass with the tiles, or to None if another
-        kernel or XLA is faster.
+      heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass, or to None.
       unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None.
       capability: see `Kernel`.
     """

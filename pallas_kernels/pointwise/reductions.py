@@ -232,7 +232,7 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Launch the kernel, and return one array of `sums` per output of the formula, in which XLA adds the `splits`."""
+    """Return one array of `sums` per output of the formula. XLA adds the `splits` parts of each sum."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 
