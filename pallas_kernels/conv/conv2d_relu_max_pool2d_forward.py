@@ -1,4 +1,4 @@
-"""Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, with the batch as the last axis.
+"""Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, batch last.
 
 A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch. It has one
 example per lane. It loads the patch of the images under the windows from device memory into registers. A lane
@@ -96,7 +96,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # With the row of windows as the first axis, the backward reads contiguous indices.
+        # The backward reads the indices of a row of windows, which are therefore adjacent.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",

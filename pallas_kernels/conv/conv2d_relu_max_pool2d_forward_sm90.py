@@ -1,4 +1,4 @@
-"""Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, with the batch as the last axis.
+"""Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, batch last.
 
 A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent. The
 warpgroups of a CTA compute tiles independently, each with a ring of pipeline stages in shared memory. One TMA copy
@@ -139,7 +139,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stages(self) -> int:
-        """The most stages per warpgroup that fit."""
+        """The most stages that fit."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
@@ -160,7 +160,7 @@ class _Sizes(WindowTiles):
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the fewest clocks, or None if no config fits."""
+    """Return the config with the fewest clocks, or None if none fits."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
@@ -210,7 +210,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # With the row of windows as the first axis, the backward reads contiguous indices.
+            # The backward reads the indices of a row of windows, which are therefore adjacent.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -270,7 +270,7 @@ class _Program:
     """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA.
 
     Attributes:
-      matrices, weights: the matrices `weights` in device memory and in shared memory.
+      matrices, weights: the weights in device memory and in shared memory.
       place: indices of the maxima, in device memory.
       patches, y_tiles, place_tiles: stages and each warpgroup's results, in shared memory.
       constants_loaded, loaded: barriers of the copies of weights and zeros, and of the patches.
@@ -307,8 +307,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. NaN in uninitialized memory would stay NaN, also
-        times a zero weight."""
+        """Fetch the weights, and zeros for the rows after each patch. Otherwise, NaN in uninitialized memory times a
+        zero weight would be NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -1,4 +1,4 @@
-"""Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, with the batch as the last axis.
+"""Forward of `conv2d_relu_max_pool2d` in TF32 on Hopper's tensor cores, batch last.
 
 A tile is a few pooling windows, for all output channels and 64 examples. `wgmma` computes its sums:
 
@@ -154,10 +154,8 @@ class _Sizes(WindowTiles):
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, and among them with the fewest clocks, or None if no config fits.
-
-    More warpgroups were faster even with more clocks: docs/lab/2026-11-23-forward.md.
-    """
+    """Return the config with the most warpgroups, then the fewest clocks, or None if none fits. More warpgroups were
+    faster even with more clocks: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -211,7 +209,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # With the row of windows as the first axis, the backward reads contiguous indices.
+            # The backward reads the indices of a row of windows, which are therefore adjacent.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},

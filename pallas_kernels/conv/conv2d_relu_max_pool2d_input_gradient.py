@@ -1,4 +1,4 @@
-"""Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch as the last axis.
+"""Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
 per lane, and keeps their sums in registers. For every window whose filters reach the cells, each lane loads dy and the
@@ -196,7 +196,7 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the cells of `part`, of which the first is at `at`."""
+        """Compute the cells of `part`, which begin at `at`."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

@@ -1,4 +1,4 @@
-"""Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, with the batch as the last axis.
+"""Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, batch last.
 
 A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
 group. The filters of a group reach the group's cell, the cells below it, and the cells directly to the right of these.
@@ -152,7 +152,7 @@ def input_gradient(
 ) -> Array:
     """Compute `conv2d_relu_max_pool2d_input_gradient.input_gradient` on the tensor cores, with float32 sums.
 
-    The shapes are the same, N is a multiple of 64, and w is rounded to dy's dtype, float32 to TF32.
+    The shapes are the same, and N is a multiple of 64. w is rounded to dy's dtype, and float32 operands to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width

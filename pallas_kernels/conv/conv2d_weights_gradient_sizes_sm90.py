@@ -40,11 +40,11 @@ class Sizes:
     """Sizes from the shapes and a config. In `correlate_batch`, a window is R rows of one output column, and S is 1.
 
     Attributes:
-      K, C: numbers of output and input channels.
-      P, Q: numbers of rows of windows, and of windows per row.
+      K, C: output and input channels.
+      P, Q: rows and columns of windows.
       N: batch size.
-      H, W: numbers of rows and columns of x.
-      R, S: numbers of rows and columns of a window.
+      H, W: rows and columns of x.
+      R, S: rows and columns of a window.
     """
 
     K: int
@@ -112,7 +112,7 @@ class Sizes:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of shared memory besides the stages."""
+        """Bytes besides the stages."""
         return 0
 
     @property
@@ -199,8 +199,8 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clocks, or None if no config fits or the operands' rows are not multiples of
-    eight. `sizes` maps a config to its `Sizes`."""
+    """Return the config with the fewest clocks, or None if none fits or the operands' rows are not multiples of eight.
+    `sizes` maps a config to its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

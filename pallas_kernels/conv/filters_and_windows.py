@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Positions of a filter, all of which the exact float32 kernels unroll."""
+"""Positions of a filter. The exact float32 kernels unroll all of them."""
 MAX_PLACES = 16
 """Positions of a pooling window in the exact float32 kernels."""
 

@@ -18,11 +18,11 @@ class WindowTiles:
     """Sizes for tiles of `config.rows` x `config.columns` windows.
 
     Attributes:
-      K, C: numbers of output and input channels.
-      P, Q: numbers of rows and columns of windows.
+      K, C: output and input channels.
+      P, Q: rows and columns of windows.
       N: batch size.
-      F, G: numbers of rows and columns of a filter.
-      R, S: numbers of rows and columns of a window.
+      F, G: rows and columns of a filter.
+      R, S: rows and columns of a window.
     """
 
     K: int

@@ -62,10 +62,10 @@ def launch(
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`.
 
-    Each of `arrays`, `out`, and `scratch` may be a pytree or None. The body gets references in the same structure.
+    Each of `arrays`, `out`, and `scratch` may be a pytree or None, and the body gets references in its structure.
 
     Args:
-      body: the kernel. It writes every element of every output.
+      body: the kernel, which writes every element of every output.
       arrays: the inputs. Every CTA gets a reference to each whole array.
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
@@ -143,7 +143,6 @@ def _mosaic(
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
-        """Return all outputs in order."""
         others = iter(others)
         return tuple(of_arrays[shared[o]] if o in shared else next(others) for o in range(len(out)))
 

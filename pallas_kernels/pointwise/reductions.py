@@ -34,7 +34,7 @@ _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
 """Elements of a vector per thread, along rows and along columns. A thread adds up its elements along a row, and keeps
 one sum per element along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""As in elementwise.py."""
+"""The same as in elementwise.py."""
 
 
 @dataclasses.dataclass(frozen=True)
