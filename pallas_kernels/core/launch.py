@@ -178,7 +178,7 @@ is the x axis, which takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return a CTA's index along each axis of the grid, from its index `flat`."""
+    """Return a CTA's index along each axis of the grid."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
