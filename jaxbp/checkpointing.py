@@ -1,14 +1,10 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
-The backward of `state = step(state, t)` needs the state before each step, last step first. A policy decides what the
-forward keeps:
-
-    "all"          whatever the backward needs, from every step
-    "states"       the state before every step
-    k              the state before every k-th step; the k - 1 states in between are recomputed
-    "logarithmic"  the states before about log2(n) of n segments, each of about log2(steps) steps. Binomial
-                   checkpointing selects the segments: s kept states suffice for binomial(s + r, s) segments
-                   if no segment is recomputed more than r times. No schedule reaches more segments.
+The backward of `state = step(state, t)` needs the state before each step, last step first. `checkpointed_scan` lists
+the policies that decide which states the forward keeps. "logarithmic" divides the steps into n segments of about
+log2(steps) steps, and keeps the states before about log2(n) segments. Binomial checkpointing selects these segments: s
+kept states suffice for binomial(s + r, s) segments if no segment is recomputed more than r times. No schedule reaches
+more segments.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
 mode of computational differentiation", ACM TOMS 2000.
@@ -178,11 +174,10 @@ class _Schedule:
     """A plan to visit n segments from the last to the first. A visit fetches a state and recomputes from there.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. One additional slot receives the states that are not
-        kept.
-      first_slots: for each segment, the slot to which the forward writes the state before it, `(n,)`.
-      visits: four arrays `(n,)` with one entry per visit: its segment; the slot whose state is fetched; the segment
-        that starts with the fetched state; and the visit's first index in `slots_on_the_way`.
+      slots: the number of slots, each of which keeps one state. One additional slot receives all other states.
+      first_slots: for each segment, the slot to which the forward writes the state before it.
+      visits: for each visit, its segment, the slot from which it fetches a state, the segment that begins with this
+        state, and its first index in `slots_on_the_way`: four arrays `(n,)`.
       slots_on_the_way: for each segment that a visit recomputes, the slot to which the state before it is written.
     """
 
@@ -242,17 +237,16 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
     """Return the function that applies the layers in order, with gradients that need less memory.
 
-    Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides what is kept
-    for the gradient, and the rest is recomputed. For n layers with inputs of c bytes, the gradient needs the
-    intermediate results of one layer and this memory:
+    Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
+    layers are kept for the gradient. The rest is recomputed. For n layers with inputs of c bytes, a gradient needs the
+    intermediate results of one layer, and:
 
-        "all"          every intermediate result of every layer, as in JAX
-        "states"       n c
-        k              (n / k + k) c
-        "logarithmic"  about log2(n) c
-        None           2 √n c, with k = √n, for which n / k + k is least
-
-    Each layer is computed once more under "states", twice under k, and up to log2(n) times under "logarithmic".
+        memory         bytes                                     each layer is recomputed
+        "all"          every intermediate result of every layer  never
+        "states"       n c                                       once
+        k              (n / k + k) c                             twice
+        "logarithmic"  about log2(n) c                           up to log2(n) times
+        None           2 √n c, because k = √n                    twice
 
     Raises:
       ValueError: there are no layers, or the policy is unknown.
@@ -305,16 +299,16 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
 
-    The policy `memory` decides what is kept for the gradient, and the rest is recomputed. For T steps with a carry of
-    c bytes, the gradient needs the intermediate results of one step and this memory:
+    The policy `memory` decides before which steps the carry is kept for the gradient. The rest is recomputed. For T
+    steps with a carry of c bytes, a gradient needs the intermediate results of one step, and:
 
-        "all"          every intermediate result of every step, as in JAX
-        "states"       T c
-        k              (T / k + k) c, which is least for k = sqrt(T)
-        "logarithmic"  about 2 log2(T) c
+        memory         carries kept                       bytes                           each step is recomputed
+        "all"          as in JAX                          every result of every step      never
+        "states"       before every step                  T c                             once
+        k              before every k-th step             (T / k + k) c, least for k = √T twice
+        "logarithmic"  before about log2(T) of the steps  about 2 log2(T) c               about log2(T) / 2 times
 
-    Each step is computed once more under "states", twice under k, and about log2(T) / 2 times under "logarithmic".
-    Gradients with respect to arrays that f closes over work, too.
+    Arrays that f closes over have gradients, too.
 
     Raises:
       ValueError: the policy is unknown; xs has an array without axes; or xs and length do not determine one number of
@@ -342,7 +336,6 @@ def _checkpointed(f, steps, reverse, memory):
         return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps, reverse)
 
     def row(t):
-        """Return the index of step t in xs and ys."""
         return steps - 1 - t if reverse else t
 
     def save(constants, init, xs):
@@ -396,7 +389,6 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None in place of every array that is not floating."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

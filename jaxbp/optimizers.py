@@ -1,8 +1,7 @@
 """An Optax optimizer that updates all parameters in one launch.
 
-XLA launches one kernel per parameter, and a small parameter's launch takes longer than its computation.
-`docs/api.md#optimizers` has an example. The kernel overwrites the old parameters and moments. Donate these arrays or
-carry them through `jax.lax.scan`, because otherwise XLA copies them first.
+`docs/api.md` has the reason and an example. The kernel overwrites the old parameters and moments. Donate these arrays
+or carry them through `jax.lax.scan`, because otherwise XLA copies them first.
 """
 
 import dataclasses
@@ -83,20 +82,19 @@ def fused_adamw(
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
-    Here p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
-    counted from 1. With `weight_decay=0` and no mask, this is Adam, and the state is the state of `optax.adam`.
+    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
+    counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with its state.
 
     Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. `optax.inject_hyperparams` needs
     `static_args="mask"` for a mask, and updates by Optax, because its result has no `apply`.
 
     Args:
       learning_rate: a number, an array of shape (), or an Optax schedule.
-      mask: which parameters decay, as in `optax.adamw`. With a mask, the kernel takes one launch per dtype for the
-        parameters that decay, and one for the others.
+      mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster one. The kernel
-        supports parameters of any shape in float32, bfloat16, or float16, and computes in float32. In JAX before
-        0.11.0, kernels cannot change arrays in place, and None is Optax.
+        supports float32, bfloat16, and float16, and computes in float32. In JAX before 0.11.0, None is Optax, because
+        kernels cannot change arrays in place.
 
     Raises:
       TypeError, ValueError: an argument is not a number or out of range, or `apply` gets trees that do not match.
@@ -226,8 +224,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """Group the parameters by decay and by the dtypes of parameter, moments, and gradient. For each group, yield
-    whether it decays, the positions of its parameters, and the lists of arrays that `updates` takes."""
+    """Group the parameters by decay and dtypes. For each group, yield whether it decays, the positions of its
+    parameters, and the lists of arrays that `updates` takes."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])

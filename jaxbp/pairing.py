@@ -1,12 +1,11 @@
 """Pair a function with a hand-written backward, and choose among its implementations.
 
-An `Op` is a pure function with up to three implementations. A `Pair` is an `Op` made of a forward, a function that
-returns the residuals, and a backward. The argument `implementation=` of a call selects one implementation:
+The argument `implementation=` of a call selects one implementation:
 
-    "autodiff"  the forward, which JAX differentiates,
-    "xla"       the forward with the backward as a formula in jnp, joined by `jax.custom_vjp`,
-    "pallas"    the forward with the backward as a kernel,
-    None        the fastest of these that the platform supports.
+    "autodiff"  the forward, which JAX differentiates
+    "xla"       the forward with the backward as a formula in jnp, in a `jax.custom_vjp`
+    "pallas"    the forward with the backward as a kernel, in a `jax.custom_vjp`
+    None        the fastest implementation that the platform supports
 """
 
 import contextlib
@@ -40,7 +39,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class DefaultImplementation:
-    """The implementations that measurements found fastest, and that `implementation=None` selects.
+    """The implementations that `implementation=None` selects: the fastest in benchmarks.
 
     Attributes:
       gpu: the implementation on GPUs that run the kernels.
@@ -89,17 +88,17 @@ class Op(Generic[P, R]):
     """A pure function with up to three implementations, selected by one argument.
 
     Args:
-      name: the public name, for error messages and for scopes in compiled programs.
+      name: the name in error messages and in compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. A call with
         `implementation=None` uses the function under the key None if there is one. Otherwise `default` chooses.
-      unsupported: `(*arrays, **options) -> str | None`, which returns why the kernel does not support the arguments.
+      unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
         `implementation=None` does not choose the kernel on a mesh.
       sharded_like: `(*arrays) -> results`. On a mesh with explicit axes, the op's results get the sharding of these
         results. By default, JAX infers the sharding from the implementation "autodiff".
-      jit: whether to compile the whole op when it is called outside of any transformation. Small calls then take less
-        time on the host, and the functions receive tracers, as under `jax.jit`.
+      jit: whether to compile the whole op when it is called outside of any transformation. Calls then take less time on
+        the host, and the functions receive tracers.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Op(Generic[P, R]):
 
         Raises:
           TypeError: an option is not hashable.
-          ValueError: the name of the implementation is unknown.
+          ValueError: the implementation is unknown.
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
@@ -281,7 +280,7 @@ class Pair(Op[P, R]):
         or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, one function, or a dict with one function per implementation. By
         default, it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees.
-        Arrays in `saved` that are not arguments get the op's name, for the policies of `jax.checkpoint`.
+        Arrays in it that are not arguments get the op's name, for the policies of `jax.checkpoint`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
         the residuals.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
@@ -289,8 +288,7 @@ class Pair(Op[P, R]):
         backward is then called without residuals. Forward mode and `jax.linear_transpose` work.
       linear_in: sets of indices of arrays. If the other arrays are constant, y is linear in the arrays of each set
         together, apart from a constant term. `jax.linear_transpose` then works for these arrays.
-      batch_axes: a function of `(dy, *saved)` that returns their batch axes. Each device of a mesh then runs the
-        kernel on a part of the examples: see `jaxbp.sharding`.
+      batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
       default_vjp: `default` for `vjp`, by default the same. If it is a function, its arguments are `(dy, *arrays)`.
 
@@ -367,7 +365,6 @@ class Pair(Op[P, R]):
         )
 
     def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
-        """Return an implementation as a function of arrays, with the backward unless it is "autodiff"."""
         if implementation not in self._rules:
             return super()._build(implementation, options, name)
         bound = (self.implementations[implementation], *self._rules[implementation])

@@ -1,13 +1,10 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
 The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25 become zero. Gradients are often
-smaller, so the loss is multiplied by a scale, and its gradients are divided by the scale in float32. If the loss or a
-gradient is not finite, the step is skipped and the scale decreases. After many finite steps, the scale increases.
-
+smaller, so the loss is multiplied by a scale, and its gradients are divided by the scale in float32.
 `docs/mixed_precision.md` has an example.
 
-All functions run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers, except `LossScale.check`,
-which waits for the device.
+All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -78,7 +75,7 @@ class Policy:
         """Return the policy that a text names.
 
         Args:
-          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16", or all three dtypes, such as
+          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16", or three dtypes, such as
             "params=float32,compute=bfloat16,output=float32". The mixed policies keep parameters and results in float32.
 
         Raises:
@@ -212,8 +209,8 @@ class LossScale:
 
         Returns:
           A function of f's arguments that returns `(value, gradients, finite, next_scale)`. The value is the loss, or
-          with `has_aux` the pair `(loss, aux)`. The gradients are divided by the scale, in float32 or wider. For arrays
-          that are not floating, they have JAX's dtype float0. `finite` is whether the gradients and the loss are
+          with `has_aux` the pair `(loss, aux)`. The gradients are divided by the scale, in float32 or wider, and have
+          JAX's dtype float0 for arrays that are not floating. `finite` is whether the gradients and the loss are
           finite.
         """
 
@@ -233,12 +230,10 @@ class LossScale:
         return value_and_gradients
 
     def check(self, most_skipped: int = 100) -> None:
-        """Wait for the device, and raise an error if the last `most_skipped` steps were all skipped.
-
-        By then a dynamic scale is at its minimum, so the scale is not the cause.
+        """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
 
         Raises:
-          FloatingPointError: the last `most_skipped` steps were skipped.
+          FloatingPointError: all were skipped. By then a dynamic scale is at its minimum, and not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
@@ -249,7 +244,7 @@ class LossScale:
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Return whether every element of every floating array of a tree is finite."""
+    """Return whether all floating arrays of a tree are finite."""
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(tree) if _is_float(a)], bool))
 
 

@@ -116,14 +116,10 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)` for a function with a backward. `jax.linear_transpose` works for some arguments.
+    """Return `function(*arrays)` for a function with a backward, so that `jax.linear_transpose` works in some arrays.
 
-    Its result is the gradient at zero, because the gradient of a linear function is the same everywhere.
-
-    Args:
-      arrays: one array, or None, per argument.
-      linear_in: sets of indices of arguments. If the other arguments are constant, the function is linear in the
-        arguments of each set together, apart from a constant term, which the transpose ignores.
+    `linear_in` is as in `Pair`. The transpose is the gradient at zero, because a linear function has the same gradient
+    everywhere.
     """
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)

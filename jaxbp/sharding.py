@@ -90,10 +90,8 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
 
     If the examples cannot be divided evenly among the devices, every device runs `kernel` with all examples.
 
-    Args:
-      kernel: a function of arrays. Each of its results has a batch axis, or is a sum over the examples.
-      formula: the same function in jnp, which determines the shapes of the results.
-      batch_axes: returns the batch axes of the arrays; None if the kernel declares none.
+    Each result of `kernel` must have a batch axis or be a sum over the examples. `formula` is the same function in jnp,
+    which determines the shapes of the results.
     """
 
     @functools.wraps(kernel)
@@ -197,10 +195,7 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes over which the examples are divided, or () if they are not, or not evenly.
-
-    These are the mesh axes over which the batch axis of the first argument that has one is sharded.
-    """
+    """Return the mesh axes over which the first batch axis is sharded, or () if they do not divide it evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -209,10 +204,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return a sharding rule in Shardy's notation, in which all batch axes have one name and are sharded alike.
-
-    Every other axis has a separate name, and must not be sharded.
-    """
+    """Return a rule for Shardy by which all batch axes are sharded alike, and no other axis is sharded."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

@@ -14,7 +14,7 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The number of cells in one word. They are neighbors in a row of the grid."""
+"""The number of neighboring cells of a row in one word."""
 
 # In the C source, one border word follows the words of each row. Bit 0 of the border word is the cell after the row's
 # last cell, and bit 63 is the cell before the next row's first cell. All rows of a grid, and a border row above and
@@ -151,14 +151,10 @@ endmodule
 class CellularCircuit:
     """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
 
-    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 cells around a cell, in row-major
-    order. The cell itself is at position 4. The circuit's outputs are the channels of the cell's next state.
-
-    A state is boolean, `(batch, height, width, channels)`, with any height and width.
+    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
+    The circuit's outputs are the channels of the cell's next state. A state is boolean, with any height and width.
 
     Args:
-      circuit: the circuit of one cell.
-      channels: the number of channels of a cell.
       periodic: whether the grid's opposite edges are neighbors. Otherwise, cells outside the grid are 0.
 
     Raises:
@@ -234,11 +230,9 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after `ticks` ticks.
+        """Return the state after `ticks` ticks, in each of which a cell updates with probability `fire_rate`.
 
-        Args:
-          fire_rate: the probability that a cell updates in a tick.
-          seed: the seed of the random choice of cells, required if the fire rate is below 1.
+        A fire rate below 1 requires a seed.
 
         Raises:
           ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not a

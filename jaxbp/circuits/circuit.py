@@ -103,11 +103,7 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates.
-
-    Attributes:
-      layers: for each layer, the numbers of its gates' functions and its wires, on the host.
-    """
+    """Layers of hardened gates: the numbers of the gates' functions and the wires of each layer, on the host."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
@@ -164,8 +160,7 @@ class Circuit(ByContent):
 
         Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y has the same layout. The function returns 0, or
         1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as 16. Gates are
-        in tables, because compilers are slow if each gate is a separate line. `Netlist.simplify` removes pass-through
-        gates; this method keeps them.
+        in tables, because compilers are slow if each gate is a separate line.
 
         Args:
           classes: the number of classes, which divides the outputs into groups of equal size. A sample's class is the

@@ -31,9 +31,8 @@ class Convolution(ByContent):
 
     Attributes:
       gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
-      wires: the inputs that the kernels' trees read.
       shape: channels, height and width of the images.
-      stride: the kernels' stride in rows and in columns.
+      stride: the stride in rows and in columns.
       padding: zeros before and after the rows, and before and after the columns.
       pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
     """

@@ -48,7 +48,7 @@ class ConvolutionalCircuit(ByContent):
           shape: channels, height and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
             `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
-          layers: the gates and wires of each layer after the convolutions, as in `jaxbp.Circuit`.
+          layers: as in `jaxbp.Circuit.of`.
 
         Raises:
           TypeError: an option is unknown.
@@ -224,7 +224,7 @@ class _Image(NamedTuple):
     Attributes:
       first: the image's first row.
       shape: channels, height and width, with padding.
-      corner: the height of the padding above the image, and the width of the padding to its left.
+      corner: the padding above the image and to its left.
     """
 
     first: int

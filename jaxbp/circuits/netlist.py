@@ -23,7 +23,7 @@ FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for exp
 GATES_AT_A_TIME = 4096
 """The number of gates whose values should fit into a cache together in C."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves of a truth table in `Netlist.simplify`. A table has at most 1024 rows."""
+"""The largest number of leaves, the variables of a truth table, in `Netlist.simplify`."""
 _LEAF = np.array([False, True])
 """The truth table of a leaf."""
 
@@ -35,7 +35,6 @@ class Netlist(ByContent):
     `of` and `from_gates` sort the gates by depth, and then by function. `len` returns the number of gates.
 
     Attributes:
-      inputs: the number of inputs.
       gates: the function of each gate, 0 to 15.
       a, b: the sources that each gate reads.
       results: the source of each output.
@@ -54,8 +53,8 @@ class Netlist(ByContent):
         """Make a netlist from a list of gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or no outputs; `gates`, a, and b have different lengths; a function is not
-            from 0 to 15; a gate does not read earlier sources; or an output is not a source.
+          ValueError: there are no inputs or no outputs; lengths differ; a function is not from 0 to 15; a gate does
+            not read earlier sources; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]

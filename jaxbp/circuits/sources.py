@@ -72,7 +72,7 @@ _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
 """Keywords of C up to C23, built-in functions of compilers, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
-"""Names that C and POSIX reserve for types, limits, and compilers."""
+"""Names that C and POSIX reserve."""
 _VERILOG = """
 always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
 design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
@@ -287,8 +287,8 @@ def c_of_tables(
     """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table.
 
     Args:
-      rows: the number of rows. A row holds one value for all samples of a block. The first rows hold the inputs. The
-        other rows are 0 at first.
+      rows: the number of rows. A row holds one value for all samples of a block. The inputs come first. The other rows
+        are initially 0.
       outputs: the row of each output, counted from row `last`.
       classes: as in `Circuit.to_c`.
     """
