@@ -167,7 +167,7 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function whose results have the sharding of the op's results; None if JAX infers it without."""
+        """Return the function whose results have the sharding of the op's results; None if JAX infers the sharding."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
@@ -261,7 +261,7 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    """Return a dict that maps each implementation to `function` with this `implementation=`, which it must pass on."""
+    """Return a dict from implementations to `function`, which passes its argument `implementation=` on to ops."""
     return {name: functools.partial(function, implementation=name) for name in implementations}
 
 

@@ -186,7 +186,7 @@ class LossScale:
         return upcast(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
-        """Return the gradients divided by the scale, in float32 or wider. Other arrays do not change."""
+        """Return the gradients divided by the scale, in float32 or wider. Arrays that are not floating do not change."""
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":

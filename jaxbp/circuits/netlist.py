@@ -143,8 +143,8 @@ class Netlist(ByContent):
         - Constants, pass-throughs and inverters become part of the gates that read them. If a gate depends only on the
           two sources of a gate that it reads, it reads these sources directly.
         - Equal gates become one. Two gates are equal if they have the same function and sources, up to an inversion and
-          the order of sources, or if they have the same truth table over inputs and gates. A gate that depends on more
-          than `TABULATED_LEAVES` of them has no truth table, and is itself a variable in the tables of later gates.
+          the order of sources, or if they have the same truth table. The variables of a truth table, its leaves, are
+          inputs and gates. A gate with more than `TABULATED_LEAVES` leaves has no table, and is a leaf in later tables.
         - Gates on which no output depends are removed.
 
         Each remaining gate depends on both its sources, unless it is an output that is inverted or constant.

@@ -16,9 +16,9 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell sees: itself and the eight cells around it, in row-major order."""
+"""The number of cells that a cell reads: itself and its eight neighbors, in row-major order."""
 CENTRE = 4
-"""The position of a cell among the cells that it sees."""
+"""The position of a cell among the cells that it reads."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,11 +26,10 @@ CENTRE = 4
 class Automaton(ByContent):
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, a cell sees nine cells: itself
-    and its eight neighbors. The circuit has two parts:
+    A cell has `channels` numbers in [0, 1], which are bits after hardening. The circuit has two parts:
 
     - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
-      reads this channel of the nine cells and returns `bits` numbers.
+      reads this channel of the cell and its eight neighbors, and returns `bits` numbers.
     - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
       It returns the cell's next channels.
 
@@ -42,8 +41,6 @@ class Automaton(ByContent):
       update: the wires of each update layer.
       order: two rows: the gates of each update layer in an order in which neighboring lanes of a GPU kernel read
         different banks of shared memory, and the position of each gate in this order.
-      channels: the number of channels of a cell.
-      kernels: the number of perception circuits.
       periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
@@ -86,8 +83,8 @@ class Automaton(ByContent):
 
         Args:
           perception_kernels: the number of perception circuits.
-          perception_widths: the number of gates in each layer of a perception circuit. The first number is 8.
-          update_widths: the number of gates in each update layer. The last number is `channels`.
+          perception_widths: the number of gates in each layer of a perception circuit, first 8.
+          update_widths: the number of gates in each update layer, last `channels`.
 
         Raises:
           ValueError: numbers are below 1 or do not fit together, or `Wires.unique` cannot make a layer.

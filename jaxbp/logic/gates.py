@@ -1,8 +1,8 @@
 """Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
 
-A gate computes one of 16 functions of two bits a and b. The number of a function encodes its truth table. The bits of
-the number, from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0
-and 1, each function and each mixture of functions is linear in a and in b: `y = c0 + c1 a + c2 b + c3 ab`.
+A gate computes one of 16 functions of two bits a and b. The bits of a function's number, from the highest, are its
+values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each function and each mixture
+of functions is linear in a and in b: `y = c0 + c1 a + c2 b + c3 ab`.
 """
 
 import math
@@ -38,8 +38,8 @@ WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
 """Maps each parametrization to a matrix M. A gate's truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
-"""A number added to probabilities before their logarithm, so that it is finite. It does not change a probability near 1
-in float32, and its products with gradients are not subnormal."""
+"""A number added to probabilities so that their logarithm is finite. It does not change a float32 near 1, and its
+products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:

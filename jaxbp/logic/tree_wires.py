@@ -31,7 +31,6 @@ class TreeWires(ByContent):
       readers: the numbers of the leaves, sorted by the input channel that they read. Leaf l of kernel k has the number
         `k 2^depth + l`.
       reader_offsets: the index in `readers` at which each channel begins, and the length of `readers`.
-      channels: the number of channels of the input.
       window: the height and width of the window.
     """
 

@@ -26,9 +26,8 @@ class Wires(ByContent):
     Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The dataclass constructor does not
     check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in them.
 
-    The trail is an order of the gates in which most neighboring gates share an input. Kernels compute gates in this
-    order, because an input is then often still in the cache. The trail goes through each gate from one of the gate's
-    inputs to the other.
+    The trail is an order of the gates in which most neighboring gates share an input, which is then often still in the
+    cache of a kernel. The trail goes through each gate from one of the gate's inputs to the other.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
@@ -214,7 +213,7 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return random pairs, `(2, pairs)`, in which every input occurs once, except one input if the number is odd."""
+    """Return random pairs, `(2, pairs)`, in which every input occurs once, or one of an odd number twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
