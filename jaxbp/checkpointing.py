@@ -6,8 +6,7 @@ log2(steps) steps, and keeps the states before about log2(n) segments. Binomial 
 kept states suffice for binomial(s + r, s) segments if no segment is recomputed more than r times. No schedule reaches
 more segments.
 
-Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
-mode of computational differentiation", ACM TOMS 2000.
+Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
 
 import dataclasses
@@ -58,10 +57,8 @@ def advance(
 ) -> tuple[Any, Any]:
     """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that the policy keeps.
 
-    Args:
-      memory: any policy except "all".
-      unroll: the number of steps in the body of a compiled loop.
-      keep: returns the part of a state that `reverse_scan` needs.
+    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` returns
+    the part of a state that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -206,11 +203,10 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return the visits of n segments, last segment first, with at most `slots` states kept at a time.
+    """Return the visits `(segment, slot, start, stores)` of n segments, last segment first.
 
-    A visit `(segment, slot, start, stores)` fetches the state before the segment `start` from the slot, and recomputes
-    the segments from `start` to `segment`. `stores` maps some of these segments to the slots that keep the states
-    before them.
+    A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
+    `stores` maps some of these segments to the slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -274,10 +270,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`.
-
-    During the backward of a layer, only its input and the inputs of the halves that contain it are kept.
-    """
+    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2

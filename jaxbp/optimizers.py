@@ -133,10 +133,7 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as Optax's chain of transformations, and as a kernel that computes the same function.
-
-    `numbers` has the hyperparameters that are not arrays. The methods' argument `arrays` has the others.
-    """
+    """AdamW as Optax's chain and as a kernel. `numbers` has the hyperparameters that the methods' `arrays` lack."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -256,7 +253,7 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of a transformation that counts steps: Adam, or a schedule."""
+    """Return whether a tree is the state of Adam or of a schedule, which count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 

@@ -55,9 +55,9 @@ class DefaultImplementation:
 def differentiable(
     kernel: Callable[P, R], formula: Callable[P, R], batch_axes: BatchAxes | None = None
 ) -> Callable[P, R]:
-    """Return a function that computes its values by `kernel` and its derivatives by differentiating `formula`.
+    """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
 
-    JAX cannot differentiate a kernel. `kernel` and `formula` take `(*arrays, **options)` and compute the same function.
+    `kernel` and `formula` take `(*arrays, **options)` and compute the same function.
     With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
     """
 
@@ -173,7 +173,7 @@ class Op(Generic[P, R]):
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """Run the platform's default implementation. The platform is known only when the program is lowered."""
+        """Run the default implementation for the platform, which is known when the program is lowered."""
         default = self.default(*arrays, **options) if callable(self.default) else self.default
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
@@ -456,10 +456,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Return y and the residuals. Residuals that are not arguments get the op's name.
-
-    A residual that is also a result stays the same array.
-    """
+    """Return y and the residuals. Residuals that are not arguments get the op's name, also where they are results."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

@@ -47,9 +47,9 @@ class Policy:
     """Floating dtypes of a model. A policy is hashable, so it may be a static argument of `jax.jit`.
 
     Attributes:
-      param_dtype: dtype of the parameters, their gradients, and the optimizer's state.
-      compute_dtype: dtype of the activations, and of the parameters within layers.
-      output_dtype: dtype of the model's results and of the loss.
+      param_dtype: for the parameters, their gradients, and the optimizer's state.
+      compute_dtype: for the activations, and the parameters within layers.
+      output_dtype: for the model's results and the loss.
 
     Raises:
       TypeError: a dtype is not floating.
@@ -123,14 +123,14 @@ def _is_float(a):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The scale of the loss, with the rule by which it changes. It is a pytree, made by `create` or `static`.
+    """The scale of the loss, a pytree made by `create` or `static`.
 
     A step is finite if its loss and all its gradients are finite. Other steps are skipped.
 
     Attributes:
       value: the scale.
-      finite_steps: the number of finite steps since the scale last changed.
-      skipped_steps: the number of skipped steps since the last finite step.
+      finite_steps: the finite steps since the scale last changed.
+      skipped_steps: the skipped steps since the last finite step.
       growth, interval: after `interval` finite steps, the scale is multiplied by `growth`, if the product is finite.
       backoff, minimum: after a skipped step, the scale is multiplied by `backoff`, but stays at least `minimum`.
     """
@@ -186,7 +186,7 @@ class LossScale:
         return upcast(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
-        """Return the gradients divided by the scale, in float32 or wider. Arrays that are not floating do not change."""
+        """Return the gradients over the scale, in float32 or wider. Arrays that are not floating do not change."""
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":

@@ -158,10 +158,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, traced and lowered without a mesh.
-
-    With a mesh of explicit axes from `jax.set_mesh`, one device's arrays would otherwise get a type on this mesh.
-    """
+    """Return `function(*arrays)`, traced and lowered without the mesh of explicit axes that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():

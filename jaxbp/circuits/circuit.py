@@ -73,10 +73,7 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`, in NumPy if x is from NumPy.
-
-    `gates` has the number of each gate's function, 0 to 15, as `jaxbp.harden` returns.
-    """
+    """Evaluate a layer of gates from `jaxbp.harden` on words, `(inputs, words) -> (gates, words)`, by JAX or NumPy."""
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 

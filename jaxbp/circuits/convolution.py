@@ -83,9 +83,9 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the values of the kernels' roots, `(kernels, ...)`, from `values` of leaves, `(kernels, leaves, ...)`.
+        """Return the kernels' roots, `(kernels, ...)`, from the `values` of their leaves, `(kernels, leaves, ...)`.
 
-        `of_gates` maps the numbers of gates' functions and the values of their two inputs to the gates' values.
+        `of_gates` maps the gates' functions and the values of their two inputs to the gates' values.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:

@@ -275,7 +275,7 @@ class _Builder:
 
     Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. The literal `2 node` is
     a node, and `2 node + 1` is its inversion. A gate reads two nodes, the lower one first. It depends on both nodes,
-    and is 0 if both are 0. Only five of the 16 functions satisfy this.
+    and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):

@@ -186,8 +186,7 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
     Gates are the edges of a graph whose nodes are inputs. A walk follows gates that are not yet taken, until it reaches
     an input without such gates. The next walk begins at the same start, or at the next input with such a gate. If all
-    inputs have an even number of consumers, every walk ends where it began, and leaves each input as often as it
-    reaches the input.
+    inputs have an even number of consumers, every walk ends where it began.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}

@@ -98,7 +98,7 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, which starts at one, and `bias`, which starts at zero.
 
-    `rngs` is unused, so that all layers have the same arguments.
+    `rngs` is unused.
     """
 
     def __init__(

@@ -52,10 +52,9 @@ class Layer:
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype.
+        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
 
-        `arrays` are the op's arrays. `arguments` maps each argument of the call that the op lacks to whether it is in
-        use. Errors are as in `needs_flax`.
+        `arguments` maps each argument of the call that the op lacks to whether it is in use.
         """
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
