@@ -235,7 +235,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
     Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
     layers are kept for the gradient. The rest is recomputed. For n layers with inputs of c bytes, a gradient needs the
-    intermediate results of one layer, and:
+    intermediate results of one layer, and::
 
         memory         bytes                                     each layer is recomputed
         "all"          every intermediate result of every layer  never
@@ -293,7 +293,7 @@ def checkpointed_scan(
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
 
     The policy `memory` decides before which steps the carry is kept for the gradient. The rest is recomputed. For T
-    steps with a carry of c bytes, a gradient needs the intermediate results of one step, and:
+    steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
 
         memory         carries kept                       bytes                           each step is recomputed
         "all"          as in JAX                          every result of every step      never

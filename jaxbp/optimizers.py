@@ -77,7 +77,7 @@ def fused_adamw(
     clip: Number | None = None,
     implementation: Implementation = None,
 ) -> FusedOptimizer:
-    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch.
+    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch::
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)

@@ -275,7 +275,7 @@ class LossScaledState(NamedTuple):
 def loss_scaled(
     optimizer: "optax.GradientTransformation", loss_scale: LossScale
 ) -> "optax.GradientTransformationExtraArgs":
-    """Return an Optax transformation from the gradients of a scaled loss to the updates of `optimizer`.
+    """Return an Optax transformation from the gradients of a scaled loss to the updates of `optimizer`::
 
         optimizer = loss_scaled(optax.adam(1e-3), LossScale.create())
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
