@@ -1,18 +1,12 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
-Reverse mode visits the steps of `state = step(state, t)` from the last to the first, and needs the state before each
-step. A policy decides what the forward keeps:
+The backward of `state = step(state, t)` needs the state before each step, last step first. `checkpointed_scan` lists
+the policies that decide which states the forward keeps. "logarithmic" divides the steps into n segments of about
+log2(steps) steps, and keeps the states before about log2(n) segments. Binomial checkpointing selects these segments: s
+kept states suffice for binomial(s + r, s) segments if no segment is recomputed more than r times. No schedule reaches
+more segments.
 
-    "all"          whatever the backward needs, from every step
-    "states"       the state before every step
-    k              the state before every k-th step. The k - 1 states between two kept states are recomputed.
-    "logarithmic"  a number of states that grows with the logarithm of the number of steps. The steps are divided into
-                   segments of about log2(steps) steps. The states before about log2(segments) of the segments are
-                   kept. Binomial checkpointing selects them: s kept states suffice for binomial(s + r, s) segments
-                   if no segment is recomputed more than r times. No schedule reaches more segments.
-
-Source: A. Griewank, A. Walther, "Algorithm 799: revolve: an implementation of checkpointing for the reverse or adjoint
-mode of computational differentiation", ACM TOMS 2000.
+Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
 
 import dataclasses
@@ -32,11 +26,9 @@ from jaxbp.mapped_axis import mapped_axis_first
 from jaxbp.pairing import differentiable
 
 Memory = Literal["all", "states", "logarithmic"] | int
-"""A policy that decides what the forward of a loop keeps for the backward."""
 
 
 def check_memory(op: str, memory: Any) -> None:
-    """Require a valid policy."""
     is_count = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
     if not is_count and memory not in ("all", "states", "logarithmic"):
         raise ValueError(
@@ -46,7 +38,6 @@ def check_memory(op: str, memory: Any) -> None:
 
 
 def check_steps(op: str, name: str, steps: Any) -> int:
-    """Return `steps` as an int, after checking that it is a static number of at least 0."""
     if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0, because it is static")
     return int(steps)
@@ -64,12 +55,10 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that a policy keeps.
+    """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that the policy keeps.
 
-    Args:
-      memory: any policy except "all", for which the caller keeps intermediate results instead of states.
-      unroll: the number of steps in the body of a compiled loop.
-      keep: returns the part of a state that `reverse_scan` needs.
+    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` returns
+    the part of a state that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -100,8 +89,7 @@ def reverse_scan(
 ) -> Any:
     """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
 
-    Args:
-      kept: as returned by `advance`, for the same steps and policy.
+    `kept` comes from `advance` with the same steps and policy.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -137,7 +125,7 @@ def reverse_scan(
 
 
 def _segment_length(steps: int, memory: Memory) -> int:
-    """Return the number of steps per segment. Only a state at the beginning of a segment can be kept."""
+    """Return the number of steps per segment. Only the state before a segment can be kept."""
     if memory == "logarithmic":
         return max(1, steps.bit_length())
     return 1 if memory == "states" else memory
@@ -148,7 +136,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps, beginning with step `start`."""
+    """Return the state after `length` steps, from step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -156,8 +144,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps. `state` is the state before the first of these steps,
-    `start`."""
+    """Return the carry after the backward of `length` steps. `state` is the state before the first step, `start`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -181,18 +168,14 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """The order in which a backward fetches, recomputes, and keeps states, to visit n segments from the last to the
-    first.
+    """A plan to visit n segments from the last to the first. A visit fetches a state and recomputes from there.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. States that are not kept are written to one additional
-        slot, which nothing reads.
-      first_slots: for each segment, the slot to which the forward writes the state before this segment, `(n,)`.
-      visits: four arrays `(n,)` with one entry per visit, last segment first: the segment; the slot whose state is
-        fetched; the segment that starts with the fetched state; and the index in `slots_on_the_way` at which the
-        entries of this visit begin.
-      slots_on_the_way: for each segment that a visit recomputes, the slot to which it writes the state before this
-        segment.
+      slots: the number of slots, each of which keeps one state. One additional slot receives all other states.
+      first_slots: for each segment, the slot to which the forward writes the state before it.
+      visits: for each visit, its segment, the slot from which it fetches a state, the segment that begins with this
+        state, and its first index in `slots_on_the_way`: four arrays `(n,)`.
+      slots_on_the_way: for each segment that a visit recomputes, the slot to which the state before it is written.
     """
 
     slots: int
@@ -208,25 +191,22 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward has already kept the states that the first visit would keep. The first visit therefore starts from the
-    # last of these states.
+    # The forward keeps the states that the first visit would keep, so this visit starts from the last of these states.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # A visit does not store the state before its own segment: either a previous visit has stored it, or no later
-        # visit needs it.
+        # A visit does not store the state before its segment: it is stored already, or no later visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return the visits of n segments for which at most `slots` states are kept at a time, last segment first.
+    """Return the visits `(segment, slot, start, stores)` of n segments, last segment first.
 
-    A visit is `(segment, slot, start, stores)`. It fetches the state before the segment `start` from the slot, and
-    recomputes the segments from `start` to `segment`. `stores` maps some of these segments to the slots in which the
-    visit keeps the states before them.
+    A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
+    `stores` maps some of these segments to the slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -253,17 +233,16 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
     """Return the function that applies the layers in order, with gradients that need less memory.
 
-    Each layer is a pure function of a pytree and may close over parameters. The values do not change. The policy
-    `memory` decides what is kept for the gradient, and the rest is recomputed. For n layers with inputs of c bytes
-    each, this is
+    Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
+    layers are kept for the gradient. The rest is recomputed. For n layers with inputs of c bytes, a gradient needs the
+    intermediate results of one layer, and::
 
-        "all"          what JAX keeps: every intermediate result of every layer
-        "states"       n c, and the intermediate results of one layer
-        k              (n / k + k) c, and the intermediate results of one layer
-        "logarithmic"  about log2(n) c, and the intermediate results of one layer
-        None           as k = √n, for which n / k + k is least: 2 √n c
-
-    Each layer is computed once more under "states", twice under k, and up to log2(n) times under "logarithmic".
+        memory         bytes                                     each layer is recomputed
+        "all"          every intermediate result of every layer  never
+        "states"       n c                                       once
+        k              (n / k + k) c                             twice
+        "logarithmic"  about log2(n) c                           up to log2(n) times
+        None           2 √n c, because k = √n                    twice
 
     Raises:
       ValueError: there are no layers, or the policy is unknown.
@@ -291,11 +270,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Return the function that applies the layers in order. The list of layers is halved recursively, and each first
-    half is wrapped in `jax.checkpoint`.
-
-    While the backward of a layer runs, only its input and the inputs of the halves that contain it are kept.
-    """
+    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2
@@ -317,29 +292,22 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
 
-    The values are the same as from `jax.lax.scan`. Under `jax.grad` or `jax.vjp`, the policy `memory` decides what is
-    kept for the gradient, and the rest is recomputed. For T steps with a carry of c bytes, this is
+    The policy `memory` decides before which steps the carry is kept for the gradient. The rest is recomputed. For T
+    steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
 
-        "all"          what JAX keeps: every intermediate result of f
-        "states"       T c, and the intermediate results of one step
-        k              (T / k + k) c, and the intermediate results of one step; k = sqrt(T) needs least
-        "logarithmic"  about 2 log2(T) c, and the intermediate results of one step
+        memory         carries kept                       bytes                           each step is recomputed
+        "all"          as in JAX                          every result of every step      never
+        "states"       before every step                  T c                             once
+        k              before every k-th step             (T / k + k) c, least for k = √T twice
+        "logarithmic"  before about log2(T) of the steps  about 2 log2(T) c               about log2(T) / 2 times
 
-    Each step is computed once more under "states", twice under k, and about log2(T) / 2 times under "logarithmic".
-
-    Args:
-      f: `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. It may close over arrays, which have gradients, too.
-      init, xs, length, reverse: as for `jax.lax.scan`. If `reverse` is true, the steps go from the last row of xs to
-        the first.
-
-    Returns:
-      (carry, ys).
+    Arrays that f closes over have gradients, too.
 
     Raises:
       ValueError: the policy is unknown; xs has an array without axes; or xs and length do not determine one number of
         steps.
 
-    Source: see the head of this file.
+    Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
     """
     op = "checkpointed_scan"
     check_memory(op, memory)
@@ -357,14 +325,10 @@ def checkpointed_scan(
 
 
 def _checkpointed(f, steps, reverse, memory):
-    """Return the scan as a function of (closed-over constants, carry, xs). Its gradient keeps and recomputes states as
-    the policy `memory` says."""
-
     def scan(constants, init, xs):
         return lax.scan(lambda c, x: f(c, x, *constants), init, xs, steps, reverse)
 
     def row(t):
-        """Return the row of xs and ys that step t reads and writes."""
         return steps - 1 - t if reverse else t
 
     def save(constants, init, xs):
@@ -407,11 +371,7 @@ def _checkpointed(f, steps, reverse, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the function from cotangents to gradients that `jax.vjp` returns, but with None for every array that has
-    no gradient.
-
-    `lax.scan` can carry None, but not JAX's dtype float0.
-    """
+    """Return the pullback of `jax.vjp`, with None in place of float0, because `lax.scan` cannot carry float0."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):
@@ -422,7 +382,6 @@ def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
 
 
 def _floating(tree: Any) -> Any:
-    """Return the tree with None in place of every array that is not floating."""
     return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 

@@ -12,11 +12,9 @@ from jax.interpreters import ad, batching, mlir
 def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
     """Return the results and the residuals. Under `vmap`, the mapped axis of each result becomes the first one.
 
-    If a function with `custom_vjp` is mapped within `jit`, its results have the mapped axis at some position. JAX
-    assumes that the results of its forward rule have this axis at the same position. If the positions differ, JAX
-    permutes the axes of the results without an error. The function and its forward rule therefore both pass their
-    results through `mapped_axis_first`. A residual that is also a result stays the same array, so that JAX keeps it
-    only once.
+    A `custom_vjp` function and its forward rule must both return `mapped_axis_first` of their results. For a `vmap`
+    within `jit`, JAX assumes that the mapped axis has the same position in the results of both functions. Otherwise,
+    JAX permutes axes without an error. A residual that is also a result stays the same array, and is kept only once.
     """
     moved = {id(a): _mapped_axis_first_p.bind(a) for a in jax.tree.leaves(results)}
     return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))

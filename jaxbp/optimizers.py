@@ -1,18 +1,7 @@
 """An Optax optimizer that updates all parameters in one launch.
 
-XLA launches one kernel per parameter, and a small parameter's launch takes longer than its computation. `apply` is
-Optax's `update` followed by `optax.apply_updates`, with one kernel for all arrays of a dtype:
-
-    optimizer = jaxbp.optimizers.fused_adamw(1e-3)
-    state = optimizer.init(parameters)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(parameters, state, x, y):
-        gradients = jax.grad(loss)(parameters, x, y)
-        return optimizer.apply(gradients, state, parameters)
-
-`init`, `update`, and the state come from Optax. The kernel overwrites the old parameters and moments. Donate these
-arrays or carry them through `jax.lax.scan`, because otherwise XLA copies them first.
+`docs/api.md` has the reason and an example. The kernel overwrites the old parameters and moments. Donate these arrays
+or carry them through `jax.lax.scan`, because otherwise XLA copies them first.
 """
 
 import dataclasses
@@ -41,7 +30,7 @@ if TYPE_CHECKING:
 
 _NAME = "fused_adamw"
 _MOMENTS = ("mu", "nu")
-"""Fields of Adam's state in Optax that have one array per parameter."""
+"""The fields of Optax's Adam state with one array per parameter."""
 
 
 class FusedOptimizer(NamedTuple):
@@ -67,10 +56,7 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Return `(params, state)` after a step.
-
-    A `FusedOptimizer` computes it by `apply`, and any other optimizer by Optax's functions.
-    """
+    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -91,35 +77,29 @@ def fused_adamw(
     clip: Number | None = None,
     implementation: Implementation = None,
 ) -> FusedOptimizer:
-    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch.
+    """`optax.adamw`, after an optional `optax.clip`, with an `apply` that updates all parameters in one launch::
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
-    Here p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
-    counted from 1. With `weight_decay=0` and no mask, this is Adam, and the state is the state of `optax.adam`.
+    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
+    counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with its state.
 
-    Each number may also be an array of shape (), as `optax.inject_hyperparams` passes it. A mask needs its
-    `static_args="mask"`, as in Optax. `optax.inject_hyperparams` has no `apply`, so it updates by Optax.
+    Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. `optax.inject_hyperparams` needs
+    `static_args="mask"` for a mask, and updates by Optax, because its result has no `apply`.
 
     Args:
-      learning_rate: a number, an array of shape (), or an Optax schedule, which is a function of the step count.
-      b1, b2: the fractions of m and of v that a step keeps.
-      eps: added to the denominator.
-      weight_decay: the fraction of the parameters that a step subtracts, times the learning rate.
-      mask: which parameters decay: a pytree of booleans with the structure of the parameters or a prefix of it, a
-        function that returns one for the parameters, or None for all. The kernel takes one launch per dtype for the
-        parameters that decay, and one for the others.
+      learning_rate: a number, an array of shape (), or an Optax schedule.
+      mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster one. The kernel
-        supports parameters of any shape in float32, bfloat16, or float16, and computes in float32. In JAX before
-        0.11.0, kernels cannot change arrays in place, and None is Optax.
+        supports float32, bfloat16, and float16, and computes in float32. In JAX before 0.11.0, None is Optax, because
+        kernels cannot change arrays in place.
 
     Raises:
-      TypeError, ValueError: arguments are not numbers or are out of range. `apply` raises them for trees that do not
-        match.
-      NotImplementedError: `apply` raises it under "pallas", for other dtypes, for gradients with which Optax would
-        change the dtype of the state, or for arrays on a mesh of several devices.
+      TypeError, ValueError: an argument is not a number or out of range, or `apply` gets trees that do not match.
+      NotImplementedError: `apply` has implementation "pallas" and gets other dtypes, gradients with which Optax would
+        change the dtype of the state, or arrays on a mesh of several devices.
 
     Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and F.
     Hutter, "Decoupled weight decay regularization", ICLR 2019.
@@ -131,7 +111,7 @@ def fused_adamw(
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
     values = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip=clip)
-    # An array may be traced, so it is passed as an argument instead of being stored in the compiled function.
+    # Arrays may be traced, so they must be arguments of the compiled function, not constants in it.
     arrays = {name: jnp.asarray(value) for name, value in values.items() if isinstance(value, Array | np.ndarray)}
     adamw = _AdamW({name: value for name, value in values.items() if name not in arrays}, mask)
     chain, plain = adamw.chain(arrays), adamw.plain
@@ -153,12 +133,7 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as Optax's chain of transformations, and as a kernel that computes the same.
-
-    Attributes:
-      numbers: the hyperparameters that are no arrays. The methods take the others as the argument `arrays`, by name.
-      mask: as in `fused_adamw`.
-    """
+    """AdamW as Optax's chain and as a kernel. `numbers` has the hyperparameters that the methods' `arrays` lack."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -191,7 +166,6 @@ class _AdamW:
         return new_params, _next_state(state, dict(zip(_MOMENTS, new_moments, strict=True)), finite)
 
     def decaying(self, params):
-        """Return for each parameter whether its weights decay."""
         if "weight_decay" in self.numbers and not self.numbers["weight_decay"]:
             return [False] * len(jax.tree.leaves(params))
         if self.mask is None:
@@ -200,7 +174,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return a dict with the scalars of a step whose values are known only when the step runs."""
+        """Return the scalars whose values are known only when the step runs."""
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -209,7 +183,7 @@ class _AdamW:
         return step if finite is None else step | {"finite": finite}
 
     def formula(self, names, decays, values, p, m, v, g):
-        """Return new blocks of parameters and moments, in float32. If the step is not finite, return the old blocks."""
+        """Return blocks of new parameters and moments, in float32, or the old blocks if the step is not finite."""
         step = dict(zip(names, values, strict=True))
         new = self.update({**self.numbers, **step}, decays, p, m, v, g)
         if "finite" not in step:
@@ -222,8 +196,7 @@ class _AdamW:
         m = (1 - value["b1"]) * g + value["b1"] * m
         v = (1 - value["b2"]) * (g * g) + value["b2"] * v
         v_hat = v / value["second"]
-        # The square root is computed from a reciprocal square root, because older versions of Mosaic GPU have no square
-        # root.
+        # Older versions of Mosaic GPU have a reciprocal square root, but no square root.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / value["first"]) / (root + value["eps"])
         u = u + value["weight_decay"] * p if decays else u
@@ -248,9 +221,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """Group the parameters by whether their weights decay, and by the dtypes of their arrays (parameter, moments, and
-    gradient). For each group, yield whether its weights decay, the positions of its parameters, and the lists of arrays
-    that `updates` takes."""
+    """Group the parameters by decay and dtypes. For each group, yield whether it decays, the positions of its
+    parameters, and the lists of arrays that `updates` takes."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])
@@ -265,8 +237,7 @@ def _lists(grads, state, params, decaying=None):
 def _alone(kernel: Callable, plain: Callable) -> Callable:
     """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`.
 
-    The kernel needs arrays that begin at aligned addresses. Under `vmap`, an array is one element of a batch, and may
-    begin at any address.
+    The kernel needs arrays at aligned addresses. Under `vmap`, an array in a batch may begin at any address.
     """
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
@@ -282,14 +253,12 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of a transformation that counts steps. In this chain, Adam and a schedule
-    count steps."""
+    """Return whether a tree is the state of Adam or of a schedule, which count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Return the states of the transformations that count steps, in the order of Optax's chain: Adam first, and a
-    schedule last, if there is one."""
+    """Return the states of Adam and, if there is one, of the schedule, in this order."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
 
 

@@ -1,12 +1,11 @@
 """Pair a function with a hand-written backward, and choose among its implementations.
 
-An `Op` is a pure function in up to three implementations. A `Pair` is an `Op` made of a forward, a function that
-returns the residuals, and a backward. The argument `implementation=` of a call selects one implementation:
+The argument `implementation=` of a call selects one implementation:
 
-    "autodiff"  the forward, which JAX differentiates,
-    "xla"       the forward with the backward as a formula in jnp, joined by `jax.custom_vjp`,
-    "pallas"    the forward with the backward as a kernel,
-    None        the fastest of these that the platform supports.
+    "autodiff"  the forward, which JAX differentiates
+    "xla"       the forward with the backward as a formula in jnp, in a `jax.custom_vjp`
+    "pallas"    the forward with the backward as a kernel, in a `jax.custom_vjp`
+    None        the fastest implementation that the platform supports
 """
 
 import contextlib
@@ -31,7 +30,6 @@ from pallas_kernels.core import device
 from pallas_kernels.core.launch import unify_varying_axes
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
-"""Names that `implementation=` accepts. It also accepts `None` for the fastest one that the platform supports."""
 
 Implementation = Literal["pallas", "xla", "autodiff"] | None
 
@@ -41,7 +39,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class DefaultImplementation:
-    """The implementations that measurements found fastest, and that `implementation=None` selects.
+    """The implementations that `implementation=None` selects: the fastest in benchmarks.
 
     Attributes:
       gpu: the implementation on GPUs that run the kernels.
@@ -57,12 +55,10 @@ class DefaultImplementation:
 def differentiable(
     kernel: Callable[P, R], formula: Callable[P, R], batch_axes: BatchAxes | None = None
 ) -> Callable[P, R]:
-    """Return a function that computes its values by `kernel` and its derivatives by `formula`, because JAX cannot
-    differentiate a kernel.
+    """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
 
-    Both take `(*arrays, **options)` and compute the same function. Every kernel of jaxbp is wrapped in `differentiable`
-    once. Gradients of gradients and Hessian-vector products, also in forward over reverse mode, therefore work with
-    kernels. With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
+    `kernel` and `formula` take `(*arrays, **options)` and compute the same function.
+    With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
     """
 
     @remembered
@@ -89,21 +85,20 @@ def differentiable(
 
 
 class Op(Generic[P, R]):
-    """A pure function in up to three implementations, selected by one argument.
+    """A pure function with up to three implementations, selected by one argument.
 
     Args:
-      name: the public name, for error messages and for scopes in compiled programs.
+      name: the name in error messages and in compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. A call with
         `implementation=None` uses the function under the key None if there is one. Otherwise `default` chooses.
-      unsupported: `(*arrays, **options) -> str | None`, which returns why the kernel does not support the arguments.
-      default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation` if they depend
-        on the arguments.
-      partitioned: whether each device of a mesh runs the kernel on a part of the examples. On a mesh,
-        `implementation=None` chooses the kernel only if it is partitioned.
-      sharded_like: `(*arrays) -> results`. The results of the op get the sharding of these results. It is needed on a
-        mesh with explicit axes if JAX cannot infer the sharding from the implementation "autodiff".
-      jit: whether to compile the whole op if it is called outside of any transformation, which makes small calls
-        faster. The functions then see tracers in place of arrays, as under `jax.jit`.
+      unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments.
+      default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
+      partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
+        `implementation=None` does not choose the kernel on a mesh.
+      sharded_like: `(*arrays) -> results`. On a mesh with explicit axes, the op's results get the sharding of these
+        results. By default, JAX infers the sharding from the implementation "autodiff".
+      jit: whether to compile the whole op when it is called outside of any transformation. Calls then take less time on
+        the host, and the functions receive tracers.
     """
 
     def __init__(
@@ -126,7 +121,7 @@ class Op(Generic[P, R]):
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
-        # JAX finds a compiled function by its identity, so the functions with bound options are kept.
+        # JAX caches compiled functions by identity, so functions with bound options must be kept.
         self._built = remembered(self._build)
         self._compiled = remembered(self._compile) if jit else None
         self._renamed: dict[str, Op[P, R]] = {}
@@ -142,12 +137,11 @@ class Op(Generic[P, R]):
 
         Raises:
           TypeError: an option is not hashable.
-          ValueError: the name of the implementation is unknown.
+          ValueError: the implementation is unknown.
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # After an error, `_run` repeats the call. It raises the same error, but without JAX's messages about
-            # tracing and hashing.
+            # After an error, `_run` below raises the same error without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled(implementation, Options(options))(*arrays)
         with _within(self.name):
@@ -173,17 +167,13 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function from which JAX infers the sharding of the op's results.
-
-        This is `sharded_like` if it is given, else the implementation "autodiff". For a call of "autodiff" without
-        `sharded_like`, return None, because JAX infers the sharding of its results anyway.
-        """
+        """Return the function whose results have the sharding of the op's results; None if JAX infers the sharding."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """Run the default implementation for the platform, which is known only when the program is lowered."""
+        """Run the default implementation for the platform, which is known when the program is lowered."""
         default = self.default(*arrays, **options) if callable(self.default) else self.default
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
@@ -194,12 +184,10 @@ class Op(Generic[P, R]):
             gpu = older_gpu
         if gpu == elsewhere:
             return self._bind(gpu, options)(*arrays)
-        # On a machine with a GPU, a function may still be lowered for the CPU, and must be correct there, too.
+        # On a machine with a GPU, a function may still be lowered for the CPU.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
     def _compile(self, implementation: Implementation, options: Options) -> Callable:
-        """Return the compiled op, a function of arrays."""
-
         def run(*arrays):
             with _within(self.name):
                 return self._run(arrays, implementation, options.values)
@@ -207,17 +195,16 @@ class Op(Generic[P, R]):
         return jax.jit(run)
 
     def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
-        """Return an implementation as a function of arrays. `name` is the op that the user called, which may be made of
-        this op."""
+        """Return an implementation as a function of arrays. `name` is the op that the user called."""
         return self._scoped(implementation, functools.partial(self.implementations[implementation], **options.values))
 
     def _scoped(self, implementation: str | None, function: Callable) -> Callable:
-        """Return the function in scopes with the names of the op and of the implementation, for compiled programs."""
+        """Return the function in `jax.named_scope`s of the op and the implementation."""
         function = function if implementation is None else jax.named_scope(implementation)(function)
         return jax.named_scope(self.name)(function)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """Return what `_build` returns. For equal options, it is the same object."""
+        """Return the result of `_build`, the same object for equal options."""
         try:
             return self._built(implementation, Options(options), _CALLED.get() or self.name)
         except TypeError:
@@ -230,15 +217,14 @@ class Op(Generic[P, R]):
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
-        """Return the same op with another name for error messages. Each name has one object, which compiles once."""
+        """Return the same op with another name for error messages, and the same object for equal names."""
         if name not in self._renamed:
             maker, arguments = self._made_of
             self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
         return self._renamed[name]
 
     def __reduce__(self):
-        # Pickle only the arguments of the constructor. Functions among them must be defined at the top level of a
-        # module. Functions with bound options are built again after unpickling.
+        # Only the constructor's arguments are pickled. Functions among them must be at the top level of a module.
         return _made_again, (type(self), *self._made_of)
 
     def __repr__(self) -> str:
@@ -252,7 +238,7 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -
 
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-"""The name of the op that the user called. Other ops may run within it."""
+"""The name of the op that the user called, which may call other ops."""
 
 
 @contextlib.contextmanager
@@ -275,10 +261,7 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    """Return a dict that maps each implementation to `function` with this `implementation=`.
-
-    `function` is made of ops and passes `implementation=` on to them.
-    """
+    """Return a dict from implementations to `function`, which passes its argument `implementation=` on to ops."""
     return {name: functools.partial(function, implementation=name) for name in implementations}
 
 
@@ -292,27 +275,24 @@ class Pair(Op[P, R]):
       forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None or a
         pytree of arrays.
       backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` with these implementations.
-        It returns a tuple with one gradient, or None, per array of the forward, or one array if there is only one. The
-        gradient of an integer array is None or has dtype float0. In the gradient of a pytree, None may stand for any
-        part. "xla" is a formula in jnp; "pallas" is a kernel that computes the same function.
+        "xla" is a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one
+        gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
+        or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, one function, or a dict with one function per implementation. By
         default, it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees.
-        Its arrays that are not arguments are named after the op, for the policies of `jax.checkpoint`.
+        Arrays in it that are not arguments get the op's name, for the policies of `jax.checkpoint`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
-        them. If the residuals are the arguments, `vjp` does not run the forward.
+        the residuals.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
-      linear: whether the forward is linear in its only array. The shape of this array is the option `shape`. Nothing is
-        saved. The pair then also has forward mode, and `jax.linear_transpose` works.
+      linear: whether the forward is linear in its only array. The option `shape` is the shape of this array. The
+        backward is then called without residuals. Forward mode and `jax.linear_transpose` work.
       linear_in: sets of indices of arrays. If the other arrays are constant, y is linear in the arrays of each set
         together, apart from a constant term. `jax.linear_transpose` then works for these arrays.
-      batch_axes: a function of `(dy, *saved)` that returns their batch axes. Each device of a mesh then runs the
-        kernel on a part of the examples: see `jaxbp.sharding`.
+      batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
-      default_vjp: like `default`, for `vjp`. If it is a function, its arguments are `(dy, *arrays)`. By default, it is
-        `default`.
+      default_vjp: `default` for `vjp`, by default the same. If it is a function, its arguments are `(dy, *arrays)`.
 
     Attributes:
-      forward: the forward.
       backward: an `Op` of `(dy, *saved)`.
       vjp: an `Op` of `(dy, *arrays)`, or of `(dy,)` if linear. It computes the residuals, and returns the gradients
         with respect to the floating arrays. Its implementation "autodiff" is `jax.vjp` of the forward.
@@ -359,8 +339,7 @@ class Pair(Op[P, R]):
             for key, rule in backward.implementations.items()
             if key in saves and key != "autodiff"
         }
-        # With `implementation=None`, a call without a gradient also computes y by the function `save`, because its
-        # forward is the fastest one.
+        # With the key None, `save` has the fastest forward, so calls without a gradient use `save`, too.
         forwards = {
             key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
@@ -386,7 +365,6 @@ class Pair(Op[P, R]):
         )
 
     def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
-        """Return an implementation as a function of arrays. Unless it is "autodiff", its gradient is the backward."""
         if implementation not in self._rules:
             return super()._build(implementation, options, name)
         bound = (self.implementations[implementation], *self._rules[implementation])
@@ -423,14 +401,12 @@ class Pair(Op[P, R]):
         return kinds.checked(self.name, positional_names(self.forward, kinds.count), gradients)
 
     def _vjp(self, implementation: str | None, dy: Any, *arrays: Any, **options: Any) -> Any:
-        """Return the gradients of the floating arrays by an implementation of the backward."""
         save, backward = self._rules[implementation]
         saved = self._residuals(*arrays, **options) if self._residuals else save(*arrays, **options)[1]
         found = backward(dy, *saved, **options)
         return found if self._linear else of_floating(self._checked(Kinds.of(arrays), found), arrays)
 
     def _vjp_by_autodiff(self, dy: Any, *arrays: Any, **options: Any) -> Any:
-        """Return the gradients of the floating arrays by JAX's autodiff."""
         forward = functools.partial(self.forward, **options)
         if self._linear:
             return transpose(forward, options["shape"], dy)
@@ -438,10 +414,7 @@ class Pair(Op[P, R]):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient of a linear function with respect to its argument, an array of this shape, by JAX's autodiff.
-
-    The gradient is the same at every point, so it is computed at zero.
-    """
+    """Return the gradient of a linear function of an array of this shape, by JAX's autodiff at zero."""
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -465,12 +438,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Return `(y, arguments)`. This is the `save` of a pair whose backward needs only the arguments."""
+    """Return `(y, arguments)`: the `save` of a pair whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arguments. This is the `residuals` of a pair whose `save` is `saving_arguments`."""
+    """Return the arguments: the `residuals` of a pair whose `save` is `saving_arguments`."""
     return arrays
 
 
@@ -483,17 +456,13 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Return y and the residuals. The residuals that are not arguments have the op's name.
-
-    An argument keeps the name that its caller gave it. A residual that is also a result stays the same array.
-    """
+    """Return y and the residuals. Residuals that are not arguments get the op's name, also where they are results."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))
 
 
 def name_of(function: Callable) -> str:
-    """Return the name of a function, for error messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)

@@ -1,25 +1,10 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
-The largest float16 is 65504. Numbers below 2^-14 lose digits, and at 2^-25 they become zero. Gradients of a loss are
-often smaller. Therefore the loss is multiplied by a scale, and its gradients are divided by it in float32. If a
-gradient is not finite, the step is skipped and the scale decreases. After many finite steps it increases.
+The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25 become zero. Gradients are often
+smaller, so the loss is multiplied by a scale, and its gradients are divided by the scale in float32.
+`docs/mixed_precision.md` has an example.
 
-    policy = jaxbp.precision.Policy.parse("mixed_float16")
-    scale = jaxbp.precision.LossScale.create()
-
-    @jax.jit
-    def step(parameters, optimizer_state, scale, x, y):
-        def loss(parameters):
-            predicted = model(policy.cast_to_compute(parameters), policy.cast_to_compute(x))
-            return jnp.mean(jnp.square(policy.cast_to_output(predicted) - y))
-
-        value, gradients, finite, scale = scale.value_and_grad(loss)(parameters)
-        updates, new_state = optimizer.update(gradients, optimizer_state, parameters)
-        new = optax.apply_updates(parameters, updates), new_state
-        return *where_finite(finite, new, (parameters, optimizer_state)), scale, value
-
-All functions are pure functions of arrays. They run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, with donated
-buffers, and need nothing from the host. The exception is `LossScale.check`, which a training loop calls occasionally.
+All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -51,7 +36,7 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Maps the name of a policy to the dtypes of the parameters, the computation, and the results."""
+"""Maps the name of a policy to its three dtypes: parameters, computation, and results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy
@@ -59,12 +44,12 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Floating dtypes of a model. A policy is hashable, so that a jitted function may take it as a static argument.
+    """Floating dtypes of a model. A policy is hashable, so it may be a static argument of `jax.jit`.
 
     Attributes:
-      param_dtype: dtype of the parameters, and therefore of their gradients and the optimizer's state.
-      compute_dtype: dtype of the activations, and of the parameters that layers see.
-      output_dtype: dtype of the model's results, in which the loss is computed.
+      param_dtype: for the parameters, their gradients, and the optimizer's state.
+      compute_dtype: for the activations, and the parameters within layers.
+      output_dtype: for the model's results and the loss.
 
     Raises:
       TypeError: a dtype is not floating.
@@ -90,9 +75,8 @@ class Policy:
         """Return the policy that a text names.
 
         Args:
-          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16". The last two keep the parameters
-            and the results in float32. Alternatively, the text gives all three dtypes, such as
-            "params=float32,compute=bfloat16,output=float32".
+          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16", or three dtypes, such as
+            "params=float32,compute=bfloat16,output=float32". The mixed policies keep parameters and results in float32.
 
         Raises:
           ValueError: the text has another form.
@@ -139,17 +123,16 @@ def _is_float(a):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The scale of the loss, with the rule by which it changes. It is a pytree, made by `create` or `static`.
+    """The scale of the loss, a pytree made by `create` or `static`.
 
-    A step is finite if its loss and all its gradients are finite.
+    A step is finite if its loss and all its gradients are finite. Other steps are skipped.
 
     Attributes:
       value: the scale.
-      finite_steps: the number of finite steps since the scale last changed.
-      skipped_steps: the number of consecutive steps up to the last one that were not finite, and so were skipped.
-      growth, interval: after `interval` finite steps the scale is multiplied by `growth`, if the product is finite.
-      backoff, minimum: after a step that is not finite, the scale is multiplied by `backoff`, but stays at least
-        `minimum`.
+      finite_steps: the finite steps since the scale last changed.
+      skipped_steps: the skipped steps since the last finite step.
+      growth, interval: after `interval` finite steps, the scale is multiplied by `growth`, if the product is finite.
+      backoff, minimum: after a skipped step, the scale is multiplied by `backoff`, but stays at least `minimum`.
     """
 
     value: Float[Array, ""]
@@ -171,11 +154,11 @@ class LossScale:
     ) -> "LossScale":
         """Return a dynamic scale.
 
-        With powers of two, the scale changes no digits of a gradient, unless the gradient overflows or is subnormal.
+        Powers of two are exact: they change no digits of a gradient, unless it overflows or is subnormal.
 
         Raises:
-          ValueError: a number is not finite; the initial scale is below the minimum; growth is below 1; backoff is not
-            above 0 and at most 1; interval is not a whole number above 0; or the minimum is not above 0.
+          ValueError: a number is not finite, or not in its range: `initial >= minimum > 0`, `growth >= 1`,
+            `0 < backoff <= 1`, and a whole `interval >= 1`.
         """
         op = "LossScale.create"
         _require(op, "minimum", minimum, minimum > 0, "a finite number above 0")
@@ -183,14 +166,14 @@ class LossScale:
         _require(op, "growth", growth, growth >= 1, "a finite number of at least 1")
         _require(op, "backoff", backoff, 0 < backoff <= 1, "a number above 0 and up to 1")
         _require(op, "interval", interval, interval >= 1 and interval == int(interval), "a whole number above 0")
-        # Separate arrays, so that all can be donated.
+        # Two separate arrays, because one buffer cannot be donated twice.
         finite_steps, skipped_steps = (jnp.zeros((), jnp.int32) for _ in range(2))
         options = dict(growth=float(growth), backoff=float(backoff), interval=int(interval), minimum=float(minimum))
         return cls(jnp.asarray(initial, jnp.float32), finite_steps, skipped_steps, **options)
 
     @classmethod
     def static(cls, value: float) -> "LossScale":
-        """Return a constant scale. Steps that are not finite are skipped nevertheless.
+        """Return a constant scale. Steps that are not finite are still skipped.
 
         Raises:
           ValueError: the value is not a finite number above 0.
@@ -203,12 +186,11 @@ class LossScale:
         return upcast(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
-        """Return the gradients divided by the scale, in float32 or wider. Arrays that are not floating are
-        unchanged."""
+        """Return the gradients over the scale, in float32 or wider. Arrays that are not floating do not change."""
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale after a step, given whether all gradients of the step were finite."""
+        """Return the scale after a step, given whether the step was finite."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)
@@ -227,9 +209,9 @@ class LossScale:
 
         Returns:
           A function of f's arguments that returns `(value, gradients, finite, next_scale)`. The value is the loss, or
-          with `has_aux` the loss and the other result of f. The gradients are divided by the scale, in float32 or
-          wider. For arrays that are not floating they have JAX's dtype float0. `finite` tells whether the gradients and
-          the loss are finite. `next_scale` is the scale of the next step.
+          with `has_aux` the pair `(loss, aux)`. The gradients are divided by the scale, in float32 or wider, and have
+          JAX's dtype float0 for arrays that are not floating. `finite` is whether the gradients and the loss are
+          finite.
         """
 
         def scaled(*args, **kwargs):
@@ -248,13 +230,10 @@ class LossScale:
         return value_and_gradients
 
     def check(self, most_skipped: int = 100) -> None:
-        """Raise an error if at least the last `most_skipped` steps were all skipped. This waits for the device.
-
-        By then a dynamic scale is at its minimum. The cause is then the loss, the data, or the parameters, and not an
-        overflow of the scaled gradients.
+        """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
 
         Raises:
-          FloatingPointError: the last `most_skipped` steps were skipped.
+          FloatingPointError: all were skipped. By then a dynamic scale is at its minimum, and not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
@@ -265,17 +244,12 @@ class LossScale:
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Return whether every element of every floating array of a tree is finite."""
+    """Return whether all floating arrays of a tree are finite."""
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(tree) if _is_float(a)], bool))
 
 
 def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """Return `new` if a step was finite, else `old`.
-
-    If the trees contain the parameters, the optimizer's state, and step counters, a skipped step keeps all of them.
-
-    Args:
-      new, old: trees of the same structure, shapes, and dtypes.
+    """Return the tree `new` if a step was finite, else `old`.
 
     Raises:
       ValueError, TypeError: the trees have different structures, shapes, or dtypes.
@@ -292,12 +266,7 @@ def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
 
 
 class LossScaledState(NamedTuple):
-    """State of `loss_scaled`.
-
-    Attributes:
-      loss_scale: its method `scale` multiplies the loss before the loss is differentiated.
-      inner: the state of the optimizer.
-    """
+    """State of `loss_scaled`: the loss scale, and the state of the optimizer."""
 
     loss_scale: LossScale
     inner: Any
@@ -306,14 +275,14 @@ class LossScaledState(NamedTuple):
 def loss_scaled(
     optimizer: "optax.GradientTransformation", loss_scale: LossScale
 ) -> "optax.GradientTransformationExtraArgs":
-    """Return an Optax transformation that takes the gradients of a scaled loss and returns the updates of `optimizer`.
+    """Return an Optax transformation from the gradients of a scaled loss to the updates of `optimizer`::
 
         optimizer = loss_scaled(optax.adam(1e-3), LossScale.create())
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
 
-    The gradients are divided by the scale in float32. If a gradient is not finite, the updates are 0 and the
-    optimizer's state does not change. The scale changes as in `LossScale.update`.
+    If a gradient is not finite, the updates are 0 and the optimizer's state does not change. The scale changes as in
+    `LossScale.update`.
     """
     import optax
 

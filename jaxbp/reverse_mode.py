@@ -1,4 +1,4 @@
-"""Derivatives of functions that have a hand-written backward: which modes they have, and what the others raise."""
+"""Forward mode and transposes of functions that have a hand-written backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,11 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments of a function with `jax.custom_vjp`. In forward mode, they raise an error that names the op.
+    """Return the arguments of a function with `jax.custom_vjp`, whose forward mode then raises an error with the op's
+    name.
 
-    JAX's error for such functions does not name the function. Reverse mode linearizes a function before it transposes
-    the linear function. Only forward mode evaluates the linear function, so the error is raised there.
+    The tangents pass through a linear identity. Reverse mode only transposes it. Forward mode evaluates it, which
+    raises the error. JAX's error for a `custom_vjp` does not name the function.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
@@ -69,10 +70,10 @@ ad.primitive_transposes[_tangents_p] = _transposed
 
 
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
-    """Return `function(x)` for a linear function with a hand-written transpose.
+    """Return `function(x)` for a linear function whose gradient is `transposed(dy)`.
 
-    It is differentiable in both modes and any number of times, and `jax.linear_transpose` works. The function's
-    gradient is `transposed(dy)`. `jax.custom_derivatives.linear_call` does the same, but does not work under `vmap`.
+    Both modes, all orders, and `jax.linear_transpose` work. `jax.custom_derivatives.linear_call` does not work under
+    `vmap`.
     """
     if not isinstance(x, jax.core.Tracer):
         return function(x)
@@ -115,16 +116,10 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)` for a function with a backward. `jax.linear_transpose` works for some arguments.
+    """Return `function(*arrays)` for a function with a backward, so that `jax.linear_transpose` works in some arrays.
 
-    If JAX differentiates the function, it sees only what the function calls. If JAX transposes it, the result is the
-    gradient at zero, because the gradient of a linear function is the same everywhere.
-
-    Args:
-      arrays: one array, or None, per argument.
-      linear_in: sets of indices of arguments. If the other arguments are constant, the function is linear in the
-        arguments of each set together, apart from a constant term, which JAX ignores here.
-      op: the name for errors.
+    `linear_in` is as in `Pair`. The transpose is the gradient at zero, because a linear function has the same gradient
+    everywhere.
     """
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
@@ -151,12 +146,12 @@ def _evaluated(*arrays, program, **_):
 
 _transposable_p.def_impl(_evaluated)
 mlir.register_lowering(_transposable_p, mlir.lower_fun(_evaluated, multiple_results=True))
-# JAX calls this rule, before it lowers a program, if the function contains one of its high-level primitives.
+# JAX calls this rule before it lowers a program that contains a high-level primitive.
 _transposable_p.to_lojax = _evaluated
 
 
 def _of_some(function, arrays, indices):
-    """Return the function of the arrays at these indices. The other arrays are constant."""
+    """Return the function of the arrays at these indices, with the other arrays constant."""
 
     def of_some(*some):
         replaced = dict(zip(indices, some, strict=True))

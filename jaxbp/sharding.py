@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
 XLA partitions formulas in jnp over the devices, but it would run a kernel on every device with all examples. A kernel
-therefore declares the batch axes of its arrays, and each device runs it on a part of the examples. Results without a
-batch axis, such as the gradients of parameters, are summed over the devices.
+therefore declares the batch axes of its arrays. Each device runs the kernel on a part of the examples. Results without
+a batch axis, such as the gradients of parameters, are summed over the devices.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Axes:
 
     Attributes:
       of: maps the position of an argument to its batch axis, or to a sequence with one axis per leaf of the argument.
-        Arguments that it lacks have no batch axis: they are the same for all examples.
+        The other arguments have no batch axis.
       multiple_of: a number that must divide the number of examples per device.
     """
 
@@ -45,15 +45,15 @@ BatchAxes = Callable[..., Axes]
 def batched(*places: int, features: int = 1) -> BatchAxes:
     """Return a function that declares the leading axes of the arguments at these positions as batch axes.
 
-    It declares no batch axes if the first of these arguments has at most `features` axes.
+    It declares none if the argument at the first of these positions has at most `features` axes.
     """
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh on which the arrays lie, or None if there is none, or if it has only one device.
+    """Return the mesh on which the arrays lie, or None if they lie on one device.
 
-    Within `jax.shard_map`, return None, because each device has separate arrays there.
+    Return None within `jax.shard_map`, where each device has separate arrays.
     """
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
@@ -66,7 +66,6 @@ def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
 
 
 def on_explicit_axes(arrays: Any) -> bool:
-    """Return whether the arrays lie on a mesh that has explicit axes."""
     mesh = mesh_of(arrays)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
@@ -74,8 +73,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `autodiff`.
 
-    On a mesh with explicit axes, a matrix product may have to declare the sharding of its result. The gradients that
-    JAX derives do so. With this function, hand-written backwards need not do so.
+    Otherwise, the products in a hand-written backward might have to declare the sharding of their results.
     """
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -88,16 +86,12 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device, with the part of the examples that lies there.
+    """Return a function that runs `kernel` on each device, with the device's part of the examples.
 
-    Args:
-      kernel: a function of arrays. Each of its results has a batch axis, or is a sum over the examples.
-      formula: the same function in jnp, which determines the shapes of the results.
-      batch_axes: returns the batch axes of the arrays, or None if the kernel declares none.
+    If the examples cannot be divided evenly among the devices, every device runs `kernel` with all examples.
 
-    Returns:
-      A function of the same arrays. It calls `kernel` with all examples if the arrays lie on one device, or if the
-      examples cannot be divided evenly among the devices.
+    Each result of `kernel` must have a batch axis or be a sum over the examples. `formula` is the same function in jnp,
+    which determines the shapes of the results.
     """
 
     @functools.wraps(kernel)
@@ -116,22 +110,13 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
 
 
 def _of_leaves(axis, argument):
-    """Return a sequence with the batch axis of each leaf of an argument. A leaf without a batch axis has the entry
-    None.
-
-    `axis` is the argument's entry in `Axes.of`, or None.
-    """
+    """Return the batch axis, or None, of each leaf of an argument, whose entry in `Axes.of` is `axis`."""
     leaves = jax.tree.leaves(argument)
     return axis if isinstance(axis, Sequence) else [axis] * len(leaves)
 
 
 def _that_grow(formula, leaves, axes):
-    """Return the batch axis of each result: the axis whose size grows with the number of examples, or None if there is
-    none.
-
-    `formula` is traced with the given number of examples and with twice as many. `axes` has the batch axis of each
-    leaf.
-    """
+    """Return the batch axis of each result: the axis that grows if the number of examples doubles, or None."""
 
     def shapes(times):
         grown = []
@@ -159,11 +144,10 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. The kernel may have some, and a separate `jax.jit` keeps them
-    # inside.
+    # A partitioned function must not have constants. A separate `jax.jit` keeps the kernel's constants inside.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
-    # JAX cannot map partitioned functions under `vmap`. Under `vmap`, the kernel is therefore not partitioned.
+    # JAX cannot map partitioned functions, so the kernel is not partitioned under `vmap`.
     mapped = custom_vmap(call)
 
     @mapped.def_vmap
@@ -174,11 +158,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, traced and lowered as a computation on one device, without a mesh.
-
-    If `jax.set_mesh` has set a mesh with explicit axes, JAX would otherwise give the device's arrays a type on this
-    mesh.
-    """
+    """Return `function(*arrays)`, traced and lowered without the mesh of explicit axes that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():
@@ -206,18 +186,13 @@ mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):
-    """Return the sum of an array over the devices along the mesh axes `names`. Arrays in half precision are summed in
-    float32."""
+    """Return the sum of an array over the mesh axes `names`, computed in float32 or wider."""
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the names of the mesh axes over which the examples are divided.
-
-    These are the mesh axes over which the batch axis of the first argument that has one is sharded. Return () if this
-    axis is not sharded, or if the examples cannot be divided evenly among the devices.
-    """
+    """Return the mesh axes over which the first batch axis is sharded, or () if they do not divide it evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -226,11 +201,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return a sharding rule in Shardy's notation. All batch axes have the same name in the rule, so that they are
-    sharded alike.
-
-    Every other axis has a separate name, and must not be sharded.
-    """
+    """Return a rule for Shardy by which all batch axes are sharded alike, and no other axis is sharded."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

@@ -1,4 +1,4 @@
-"""The random arguments of the entries of the catalogue, and the entries that several ops have in the same form."""
+"""Random arguments for the entries of the catalogue, and functions that make entries."""
 
 import dataclasses
 import functools
@@ -19,14 +19,13 @@ def case_of(*arguments: Any, **options: Any) -> Case:
 
 ANY = dict(stride=(2, 1), padding=(1, 0))
 POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
-# The values are so far apart that the step of a finite difference does not change which element is the maximum.
+# The values are so far apart that a step of finite differences does not change which element is the maximum.
 APART = Argument((1, 2, 5, 6), apart=True)
 CLASS = Argument((BATCH,), below=10)
 
 LABELS = Argument((2, 3), below=4)
 LAYERS = ((6, 5), (6,), (4, 6), (4,))
-# The weights are scaled so that activations neither grow nor shrink from layer to layer. Otherwise, the softmax would
-# give one class nearly all the probability.
+# The scale keeps activations from growing, because the softmax would then give one class nearly all the probability.
 LENET_TAIL = (
     (BATCH, 256),
     CLASS,
@@ -37,13 +36,12 @@ BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""The shapes of four arrays in each of LeNet's two blocks of convolution, ReLU, and pool: the images x, the filters w,
-the result z of the convolution, and the result y of the pool."""
+"""The shapes in LeNet's two blocks of convolution, ReLU, and pool: images x, filters w, the convolution's result z, and
+the pool's result y."""
 
 
 def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """Return one case per block of `BLOCKS`: `of(x, w, z, y)`, where x, w, z, and y are shapes. Its key is `name` and
-    the number of the block."""
+    """Return the case `of(x, w, z, y)` for the shapes of each block of `BLOCKS`."""
     return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(BLOCKS, 1)}
 
 
@@ -51,7 +49,7 @@ FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 
 
 def indices_of(*shape: int | str, below: int) -> Argument:
-    """Return an argument for the positions of maxima in their windows: random integers from 0 to `below - 1`."""
+    """Return an argument for the positions of maxima in their windows."""
     return Argument(shape, below=below, dtype=jnp.uint8)
 
 
@@ -61,10 +59,9 @@ def pair_entries(
     """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases. Their first argument is `dy`, the gradient with respect to the result. The arguments of
-        the function follow.
+      small, real: the cases, with `dy` before the arguments of the function.
       takes: selects the arguments of the function that the backward takes after `dy`.
-      like: the field `like` of both entries. If it is the function's own name, only the backward gets it.
+      like: the field `like` of both entries, or only of the backward if it is the function's name.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -93,8 +90,7 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of two arrays, x1 and x2, and of its backward. In the cases, x2 is broadcast. In
-    most small cases, x1 is broadcast, too."""
+    """Return the entries of a function of two arrays, x1 and x2, and of its backward, with broadcast arrays."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -123,8 +119,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries with `kink_convention=False`, for ops whose gradient goes to the first of several equal
-    numbers. Autodiff divides the gradient among these numbers."""
+    """Return the entries of ops whose gradient goes to the first of several equal numbers. Autodiff divides it."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -133,14 +128,13 @@ KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, **options: Any) -> Case:
-    """Return the case of x, w, labels, and, with `bias`, b. The weights are scaled so that the logits have about the
-    scale of x."""
+    """Return the case of x, w, labels, and b, with logits of about the scale of x."""
     w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
     return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
 
 
 def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
-    """Return one case per tuple `(rows, *size)` in `sizes`: the case `of(*size)`, with `rows` as its batch size."""
+    """Return the case `of(*size)` with the batch size `rows` for each `(rows, *size)` in `sizes`."""
     return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
 
 
@@ -163,8 +157,7 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of one layer of the published networks: a layer with a 3 x 3 window and padding, or the first
-    layer of the network for MNIST."""
+    """Return the case of a layer of the published networks. Windows other than 3 x 3 have no padding."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
@@ -176,15 +169,13 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 
 
 def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:
-    """Return the entries of a function of an automaton and of its backward. The small case has a grid of few cells, and
-    the real case has the published automaton and grid."""
+    """Return the entries of a function of an automaton and of its backward, also for the published automaton."""
 
     def at(automaton, grid, logits):
         state = automaton.state(*grid)
         return case_of(state.shape, logits, automaton, state, **options)
 
-    # Most gates pass one input through. If the gates had random functions, the gradient would vanish in the twenty
-    # layers.
+    # Most gates pass one input through. With random functions, the gradient would vanish in the twenty layers.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
     return pair_entries(

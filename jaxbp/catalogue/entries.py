@@ -1,7 +1,7 @@
 """The table of ops, with small cases for checks and realistic cases for lowering and timing.
 
-An op in this table is checked against finite differences in every implementation. It is also simulated, lowered for
-CUDA in every dtype that its kernels take, and timed.
+Tests check every op in this table against finite differences in every implementation. They also simulate its kernels,
+and lower them for CUDA in every dtype that they take. The bench times the op.
 """
 
 import functools
@@ -144,7 +144,7 @@ CATALOGUE: tuple[Entry, ...] = (
         case_of((2, 3, 5), (2, 3, 5), (5,)),
         row_cases(
             *NORMALISED_ROWS,
-            (16384, 4096),  # the size of the published times of cuDNN's RMSNorm
+            (16384, 4096),  # cuDNN publishes times of RMSNorm for this size
             of=lambda hidden: case_of((BATCH, hidden), (BATCH, hidden), (hidden,)),
         ),
     ),

@@ -17,20 +17,20 @@ from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 
 BATCH = "batch"
-"""Placeholder for the batch size in an argument's shape."""
+"""A placeholder for the batch size in a shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
     """A random array.
 
-    Floats are standard normal, multiplied by `scale`. `offset`, one number per element of the last axis, is added.
+    Floats are standard normal, times `scale`, plus `offset` along the last axis.
 
     Attributes:
       shape: the sizes of the axes, one of which may be `BATCH`.
       below: the exclusive upper bound of integers; None for floats.
       weights: whether the array is the softmax of the floats over the last axis.
-      apart: whether the array has evenly spaced values in random order instead of normal values.
+      apart: whether the floats are evenly spaced, in random order.
       dtype: the dtype of integers.
       positive: whether the floats are at least a half.
     """
@@ -60,11 +60,7 @@ class Argument:
 
 
 class FixedArgument:
-    """The wires of a layer, a convolution, or an automaton. They are random, but the same for every key and dtype.
-
-    Attributes:
-      code: a Python expression whose value is the wires. It may use the name `jaxbp`.
-    """
+    """Wires, which are the same for every key and dtype. `code` is a Python expression for them."""
 
     shape: ClassVar[tuple[()]] = ()
     """Wires have no batch axis."""
@@ -87,8 +83,6 @@ def _fixed(argument: FixedArgument) -> Wires | TreeWires | Automaton:
 
 @dataclasses.dataclass(frozen=True)
 class WiresArgument(FixedArgument):
-    """The wires of a layer of gates."""
-
     inputs: int
     gates: int
 
@@ -99,8 +93,6 @@ class WiresArgument(FixedArgument):
 
 @dataclasses.dataclass(frozen=True)
 class TreeWiresArgument(FixedArgument):
-    """The wires of a convolution of gate trees."""
-
     channels: int
     kernels: int
     window: tuple[int, int]
@@ -114,8 +106,6 @@ class TreeWiresArgument(FixedArgument):
 
 @dataclasses.dataclass(frozen=True)
 class AutomatonArgument(FixedArgument):
-    """The wires of a cellular automaton."""
-
     channels: int
     kernels: int
     perception: tuple[int, ...]
@@ -129,28 +119,24 @@ class AutomatonArgument(FixedArgument):
 
     @property
     def gates_a_cell(self) -> int:
-        """The number of gates evaluated per cell and tick. Perception runs once per channel."""
+        """The number of gates evaluated per cell and tick."""
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return two lists of arguments, for the perception layers and for the update layers. Each argument is the
-        logits of one layer."""
+        """Return the logits of the perception layers and of the update layers, as two lists."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return an argument for a batch of grids with numbers in [0, 1]."""
+        """Return a batch of grids with numbers in [0, 1]."""
         return Argument((*grid, self.channels), weights=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments and options for one check or timing.
+    """An op's arguments, which are pytrees of `Argument` and `FixedArgument`, and its options.
 
-    Each argument is an `Argument`, a `FixedArgument`, or a pytree of them.
-
-    Attributes:
-      batch: the batch size for timing; None for the bench's default.
+    `batch` is the batch size for timing; None for the bench's default.
     """
 
     arguments: tuple[Any, ...]
@@ -163,7 +149,6 @@ class Case:
 
     @property
     def floats(self) -> list[Argument]:
-        """The floating leaves."""
         return [a for a in self.leaves if isinstance(a, Argument) and a.below is None]
 
     def structs(self, batch: int = 2, dtype: DTypeLike = jnp.float32) -> tuple[Any, ...]:
@@ -182,10 +167,10 @@ class Entry:
       function: the public function. It takes the arguments and options of the cases, and `implementation=`.
       small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
-      kernel_dtypes: the dtypes that the kernels of the function take, or an empty tuple if it has none.
-      like: the name of an entry that is paired in the same way and has the same kernels, but another formula. Tests
-        that do not depend on the formula run only for the entry with this name.
-      kink_convention: whether the function has autodiff's slope where there is no derivative.
+      kernel_dtypes: the dtypes that the kernels of the function take; empty if it has none.
+      like: the name of an entry that differs only in its formula. Tests that do not depend on the formula run only for
+        the entry with this name.
+      kink_convention: whether the gradient equals autodiff's gradient where there is no derivative.
     """
 
     function: Callable

@@ -14,14 +14,12 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The number of cells that one word holds. They are neighbors in a row of the grid."""
+"""The number of neighboring cells of a row in one word."""
 
-# In the C source, the words of each row are followed by one border word, which the row shares with the next row. Bit 0
-# of the border word is the cell after the row's last cell, and bit 63 is the cell before the next row's first cell. All
-# rows of a grid, and a border row above and below, are therefore one array of words without gaps. The neighbors of a
-# word's cells are in the word itself and its two neighbors, shifted by one bit, or at a fixed distance in the row above
-# or below. The results of a block are in a separate array, because a compiler uses vectors only if it knows that arrays
-# do not overlap.
+# In the C source, one border word follows the words of each row. Bit 0 of the border word is the cell after the row's
+# last cell, and bit 63 is the cell before the next row's first cell. All rows of a grid, and a border row above and
+# below, are therefore one array of words without gaps. The results of a block are in a separate array, because a
+# compiler vectorizes only if it knows that arrays do not overlap.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -153,15 +151,11 @@ endmodule
 class CellularCircuit:
     """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
 
-    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 cells around a cell, in row-major
-    order. The cell itself is at position 4. The circuit's outputs are the channels of the cell's next state.
-
-    A state is boolean, `(batch, height, width, channels)`, and the grid may have any size.
+    Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
+    The circuit's outputs are the channels of the cell's next state. A state is boolean, with any height and width.
 
     Args:
-      circuit: the circuit of one cell.
-      channels: the number of channels of a cell.
-      periodic: whether the grid's opposite edges are neighbors. Otherwise all cells outside the grid are 0.
+      periodic: whether the grid's opposite edges are neighbors. Otherwise, cells outside the grid are 0.
 
     Raises:
       ValueError: there are no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
@@ -186,10 +180,9 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton whose first `visible` channels take the same values, and which has only the gates that
-        these channels need.
+        """Return an automaton with the same first `visible` channels, and without the gates that never affect them.
 
-        Channels that never affect the visible channels keep their state, and their gates are removed.
+        Channels that never affect the visible channels keep their state.
 
         Raises:
           ValueError: visible is not from 1 to the number of channels.
@@ -214,13 +207,10 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after one tick.
-
-        Args:
-          fires: which cells update, or None for all. The other cells keep their state.
+        """Return the state after one tick, in which the cells `fires`, or all, update.
 
         Raises:
-          ValueError: the state is not boolean or has another number of channels, or `fires` has another shape.
+          ValueError: the state or `fires` is not boolean or has a wrong shape.
         """
         self._check(state)
         if fires is not None:
@@ -240,15 +230,13 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after `ticks` ticks.
+        """Return the state after `ticks` ticks, in each of which a cell updates with probability `fire_rate`.
 
-        Args:
-          fire_rate: the probability that a cell updates in a tick.
-          seed: the seed of the random choice of cells, required if the fire rate is below 1.
+        A fire rate below 1 requires a seed.
 
         Raises:
-          ValueError: the state is not boolean or has another number of channels; ticks is below 0; the fire rate is not
-            a probability; or a seed is missing.
+          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not a
+            probability; or a seed is missing.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -262,8 +250,7 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "ticks+1 batch height width channels"]:
-        """Return the initial state and the state after each of `ticks` ticks. The arguments and errors are as in
-        `run`."""
+        """Return the initial state and the state after each tick. Arguments and errors are as in `run`."""
         return np.stack([unpack_grid(words, state.shape[2]) for words in self._run(state, ticks, fire_rate, seed)])
 
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
@@ -284,8 +271,7 @@ class CellularCircuit:
             yield words
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
-        """Return the packed state after one tick. In each row of x, the bits after the last column are 0. They are 0 in
-        the result, too."""
+        """Return the packed state after one tick. In x and in the result, the bits after the last column are 0."""
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
         y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
@@ -301,9 +287,9 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances a grid of any size in place: `state[channels][height][(width + 63) / 64]`. Bit j of word w
-        in a row is the cell 64 w + j. It returns 0, or 1 if there is no memory. `pack_grid(state)[:, i]` has this
-        layout for grid i of the batch.
+        The function advances `state[channels][height][(width + 63) / 64]` in place, for a grid of any size. Bit j of
+        word w in a row is cell 64 w + j. The function returns 0, or 1 if there is no memory. `pack_grid(state)[:, i]`
+        has this layout for grid i of the batch.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -320,9 +306,9 @@ class CellularCircuit:
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
         """Return two Verilog modules: `{name}_cell`, the circuit of one cell, and the grid of cells with registers.
 
-        The ports of the grid are `clock`, `load`, `loaded`, `enable`, and `state`. At a rising clock edge, the cells
-        take the state `loaded` if `load` is 1. Otherwise they tick if `enable` is 1. Channel ch of the cell in row r
-        and column c is bit `(r * width + c) * channels + ch` of a state.
+        At a rising edge of the grid's `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if
+        `enable` is 1. Channel ch of the cell in row r and column c is bit `(r * width + c) * channels + ch` of the
+        output `state`.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
@@ -340,7 +326,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack a state into words. A word has 64 cells of a row, from the lowest bit. Bits after the last column are 0."""
+    """Pack 64 cells of a row into one word, from the lowest bit. Bits after the last column are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -360,7 +346,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of the circuit in every cell of a packed state: `(9 * channels, batch, height, words)`."""
+    """Return the circuit's inputs in every cell of a packed state, `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

@@ -1,7 +1,6 @@
-"""Hardened logic networks, evaluated on words of 32 samples with bitwise operations, and exported as C and as Verilog.
+"""Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog.
 
-On bits, a gate's `c0 + c1 a + c2 b + c3 ab` is taken modulo 2. The sum is then "exclusive or", and the product is
-"and".
+On bits, a gate is `c0 + c1 a + c2 b + c3 ab` modulo 2: a sum is "exclusive or", and a product is "and".
 """
 
 import dataclasses
@@ -57,11 +56,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
 
 
 def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
-    """Return `bits` as an array of booleans on the host.
-
-    Raises:
-      ValueError: a number is neither 0 nor 1.
-    """
+    """Return `bits`, 0 or 1, as an array of booleans on the host."""
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
         raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer returns")
@@ -69,11 +64,7 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
 
 
 def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-    """Return a circuit's outputs for samples that are not packed.
-
-    Raises:
-      ValueError: the samples have another number of inputs, or numbers that are neither 0 nor 1.
-    """
+    """Check samples that are not packed, and return a circuit's outputs for them."""
     op, bits = type(circuit).__name__, np.asarray(bits)
     if bits.shape[1:] != (circuit.inputs,):
         raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
@@ -82,13 +73,7 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
-
-    The result is a NumPy array if x is one, else a JAX array.
-
-    Args:
-      gates: the number of each gate's function, 0 to 15, as `jaxbp.harden` returns.
-    """
+    """Evaluate a layer of gates from `jaxbp.harden` on words, `(inputs, words) -> (gates, words)`, by JAX or NumPy."""
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
@@ -99,16 +84,12 @@ def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UIn
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
-# Modulo 2, a coefficient is 0 or 1. It becomes a mask with all bits 1 if it is odd, else with all bits 0.
+# The mask of a coefficient has all bits 1 if the coefficient is odd, else all bits 0.
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
-    """Return the number of each gate's function in a layer, on the host.
-
-    Raises:
-      ValueError: the gates are not from 0 to 15, or not of this shape.
-    """
+    """Check the numbers of the gates' functions in a layer, and return them on the host."""
     gates = np.asarray(gates)
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
         came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
@@ -119,21 +100,16 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates.
-
-    Attributes:
-      layers: for each layer, the numbers of its gates' functions and its wires, on the host.
-    """
+    """Layers of hardened gates: the numbers of the gates' functions and the wires of each layer, on the host."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
-        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
+        """Make a circuit from the `(gates, wires)` of each layer, with gates such as `jaxbp.harden` returns.
 
         Raises:
-          ValueError: there are no layers; a gate's function is not from 0 to 15; a layer does not have one number per
-            gate of its wires; or a layer reads another number of inputs than the layer before has gates.
+          ValueError: there are no layers; a gate's function is not from 0 to 15; or sizes do not match.
         """
         host = []
         for i, (gates, wires) in enumerate(layers):
@@ -165,7 +141,7 @@ class Circuit(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
+        """Return the outputs of packed samples, also within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -179,14 +155,13 @@ class Circuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y is laid out in the same way. The function
-        returns 0, or 1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as
-        16. The source has, for each layer, one table of gates per function, and a loop over each table. Compilers are
-        slow if each gate is a separate line. Pass-through gates are computed; `Netlist.simplify` removes them.
+        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y has the same layout. The function returns 0, or
+        1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as 16. Gates are
+        in tables, because compilers are slow if each gate is a separate line.
 
         Args:
-          classes: the number of classes. If it is given, the source has two more functions. Each class has a group of
-            equally many outputs. The class of a sample is the first one with the largest number of outputs that are 1.
+          classes: the number of classes, which divides the outputs into groups of equal size. A sample's class is the
+            first group with the most outputs that are 1. With `classes`, the source has two more functions.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample,
             and `int name_classify(const uint8_t *bits)` the class of one sample, or -1 if there is no memory.
         """

@@ -22,7 +22,7 @@ from jaxbp.common.windows import output_size, window_padding
 from jaxbp.logic.tree_wires import TreeWires
 
 OR = 7
-"""The number of the function "or" among the 16 functions of a gate. Or-pools consist of these gates."""
+"""The number of the gate function "or", which or-pools use."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,11 +31,10 @@ class Convolution(ByContent):
 
     Attributes:
       gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
-      wires: the inputs that the kernels' trees read.
       shape: channels, height and width of the images.
-      stride: the kernels' stride in rows and in columns.
-      padding: the number of zeros before and after the rows, and before and after the columns.
-      pool: the height and width of a pool's window. Windows do not overlap, and incomplete windows are dropped.
+      stride: the stride in rows and in columns.
+      padding: zeros before and after the rows, and before and after the columns.
+      pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
     """
 
     gates: UInt8[np.ndarray, "kernels gates"]
@@ -58,20 +57,17 @@ class Convolution(ByContent):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distance between neighboring windows of the pool, as numbers of rows and of columns of the input
-        image."""
+        """The distance between neighboring windows of the pool, in rows and in columns of the input image."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The positions of a kernel in one window of the pool, as offsets (rows, columns) in the input image from the
-        first position."""
+        """The offsets (rows, columns) in the input image of a kernel's positions in one window of the pool."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position that a pool reads has a separate copy of the kernels, plus the gates of
-        the pools."""
+        """The number of gates, with one copy of the kernels per position that a pool reads, and the pools' gates."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
@@ -83,15 +79,13 @@ class Convolution(ByContent):
 
     @property
     def _leaves(self) -> tuple[np.ndarray, ...]:
-        """The channels, rows, and columns that the leaves of each kernel read, as three arrays `(kernels, leaves)`."""
+        """The channels, rows, and columns that the kernels' leaves read, as three arrays `(kernels, leaves)`."""
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the values of the kernels' roots, `(kernels, ...)`, given the values of their leaves,
-        `(kernels, leaves, ...)`.
+        """Return the kernels' roots, `(kernels, ...)`, from the `values` of their leaves, `(kernels, leaves, ...)`.
 
-        `of_gates` maps the functions of the gates, as numbers, and the values of their two inputs to the values of the
-        gates.
+        `of_gates` maps the gates' functions and the values of their two inputs to the gates' values.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -100,16 +94,11 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the values of x that kernels read at some positions in their windows, for all positions of the
-        windows.
+        """Return the elements `places` of the kernel's windows in the padded x, `(channels, height, width, ...)`.
 
-        Args:
-          x: `(channels, height, width, ...)`, with padding.
-          places: the positions in a kernel's window: their channels, rows, and columns, as three arrays of one shape.
-
-        Returns:
-          A list with one array per position in a pool's window. The shape of an array is the shape of `places`,
-          followed by `(rows, columns, ...)`, the size of the pooled image.
+        `places` has the channels, rows, and columns of positions in the window, as three arrays of one shape. The
+        result has one array `(*shape, rows, columns, ...)` per position in the pool's window, with the size of the
+        pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -117,17 +106,15 @@ class Convolution(ByContent):
         return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        """Return the pooled images of packed images, packed in the same way."""
+        """Return the pooled images of packed images."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add to `gates` one copy of the gates in `kernels` per position of the convolution, and the gates of the
-        or-pool.
+        """Add to `gates` one copy of `kernels` per position of the convolution, and the gates of the or-pool.
 
-        x has the source of each element of the input image. The result has the source of each element of the pooled
-        image.
+        x has the sources of the input image. The result has the sources of the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
@@ -139,8 +126,7 @@ class Convolution(ByContent):
 def convolution_of(
     op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
 ) -> Convolution:
-    """Check the arguments of one convolution, for images of this shape, and return it. `op` begins each error
-    message."""
+    """Check the arguments of one convolution for images of this shape, and return it."""
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, as its input has")
@@ -156,5 +142,5 @@ def convolution_of(
 
 
 def sizes_text(shape: Iterable[int]) -> str:
-    """Return the sizes as text, such as `3 x 32 x 32`."""
+    """Return text such as `3 x 32 x 32`."""
     return " x ".join(map(str, shape))

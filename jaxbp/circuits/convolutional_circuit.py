@@ -1,4 +1,4 @@
-"""Hardened convolutional logic networks, evaluated on words of bits, and exported as C and as Verilog."""
+"""Hardened convolutional logic networks, evaluated on words of bits, and exported as C and Verilog."""
 
 import dataclasses
 import functools
@@ -28,12 +28,8 @@ WORDS_AT_A_TIME = 32
 class ConvolutionalCircuit(ByContent):
     """Convolutions of hardened gates, followed by layers of gates.
 
-    Images are flattened in row-major order: channels, rows, columns. This holds for the inputs and between the
-    convolutions and the layers.
-
-    Attributes:
-      convolutions: the convolutions, on the host.
-      head: the layers after the convolutions, or None.
+    Images are flattened in row-major order: channels, rows, columns. The circuit in `head` has the layers after the
+    convolutions.
     """
 
     convolutions: Sequence[Convolution]
@@ -46,20 +42,18 @@ class ConvolutionalCircuit(ByContent):
         convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
         layers: Iterable[tuple[ArrayLike, Wires]] = (),
     ) -> "ConvolutionalCircuit":
-        """Make a circuit from `(gates, wires)`, with gates such as `jaxbp.harden` returns.
+        """Make a circuit from hardened gates, as `jaxbp.harden` returns them, and wires.
 
         Args:
           shape: channels, height and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
             `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
-          layers: the layers after the convolutions, as in `jaxbp.Circuit`.
+          layers: as in `jaxbp.Circuit.of`.
 
         Raises:
           TypeError: an option is unknown.
-          ValueError: the shape is not three positive integers; there are no convolutions; a gate's function is not from
-            0 to 15; a convolution or layer does not have one number per gate of its wires; an option has a wrong value;
-            a convolution reads another number of channels than its input has; a window is larger than its input; or a
-            layer reads another number of inputs than the part before has outputs.
+          ValueError: there are no convolutions; the shape, an option, or a gate's function has a wrong value; sizes do
+            not match; or a window is larger than its input.
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
@@ -100,7 +94,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A kernel counts once, although it runs at many positions."""
+        """The number of gates. A kernel counts once."""
         return int(self.histogram().sum())
 
     @property
@@ -110,8 +104,7 @@ class ConvolutionalCircuit(ByContent):
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each of the 16 functions in each convolution and layer: `(layers, 16)`. A kernel counts
-        once."""
+        """Count the gates with each function in each convolution and layer, `(layers, 16)`. A kernel counts once."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
@@ -123,13 +116,13 @@ class ConvolutionalCircuit(ByContent):
             raise ValueError(f"ConvolutionalCircuit: bits has shape {bits.shape}; wants (samples, {wanted})")
         bits = booleans("ConvolutionalCircuit", bits)
         y, at_a_time = np.empty((len(bits), self.outputs), bool), WORDS_AT_A_TIME * WORD_BITS
-        for begin in range(0, len(bits), at_a_time):  # limits the memory for the values between the layers
+        for begin in range(0, len(bits), at_a_time):  # limits memory
             some = bits[begin : begin + at_a_time].reshape(-1, self.inputs)
             y[begin : begin + at_a_time] = unpack_bits(self.evaluate(pack_bits(some)), len(some))
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs of packed samples. Within `jax.jit`, x is a JAX array."""
+        """Return the outputs of packed samples, also within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -141,19 +134,17 @@ class ConvolutionalCircuit(ByContent):
 
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
-        """For each convolution, its kernels as one simplified netlist."""
+        """The simplified netlist of each convolution's kernels."""
         return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
     def _head(self) -> Netlist | None:
-        """The layers after the convolutions as one simplified netlist, or None."""
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return the gates of all positions and pools, and of the layers.
+        """Return the gates of all positions, pools, and layers, with each kernel and the layers simplified.
 
-        Each kernel and the layers are simplified. `Netlist.simplify` can also simplify across positions and layers, but
-        takes long for many gates.
+        `Netlist.simplify` of the result also simplifies across positions and layers, but takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
@@ -165,7 +156,7 @@ class ConvolutionalCircuit(ByContent):
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Words and classes are as in `Circuit.to_c`. The source has each simplified kernel once, in a loop over the
-        windows of the pool. The simplified layers are tables of gates.
+        windows of the pool.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
@@ -193,7 +184,7 @@ class ConvolutionalCircuit(ByContent):
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
         """Return Verilog of the module `{name}`, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
 
-        Each convolution and each layer is a separate module. Each part is simplified separately.
+        Each convolution is a separate module. The layers are one module, or one per layer if pipelined.
 
         Args:
           pipelined: whether to put registers after every layer, and after every convolution with its pool. The module
@@ -228,13 +219,12 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory in which the C code stores an image. Each pixel has one row, which holds the pixel's values in a block
-    of samples.
+    """The memory of an image in C. Each pixel has one row, which holds the pixel's values in a block of samples.
 
     Attributes:
-      first: the number of the image's first row.
+      first: the image's first row.
       shape: channels, height and width, with padding.
-      corner: the height of the padding above the image, and the width of the padding to its left.
+      corner: the padding above the image and to its left.
     """
 
     first: int
@@ -242,8 +232,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of each pixel's row, counted from `first`, for an image of this shape, which excludes the
-        padding."""
+        """Return each pixel's row, counted from `first`, for an image of this shape without padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -271,8 +260,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return the C function of the i-th convolution, which reads the image `source` and writes the pooled image
-    `target`."""
+    """Return the C function of the i-th convolution, from the image `source` to the pooled image `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -347,8 +335,7 @@ endmodule
 
 
 def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
-    """Return the Verilog module of the i-th convolution, which instantiates the module of its kernels at every
-    position."""
+    """Return the Verilog module of the i-th convolution, with one instance of its kernels' module per position."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
     _, padded_height, padded_width = convolution.padded_shape

@@ -1,4 +1,4 @@
-"""A circuit as a list of gates: simplified, evaluated on words of bits, and exported as C and as Verilog."""
+"""A circuit as a list of gates: simplified, evaluated on words of bits, and exported as C and Verilog."""
 
 import dataclasses
 import math
@@ -19,31 +19,26 @@ from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
-"""The 16 functions of a gate in Python, made from `EXPRESSIONS`. Their arguments are words, arrays of words, or truth
-tables as ints."""
+"""The 16 functions of a gate in Python, for words, arrays of words, and truth tables as ints."""
 GATES_AT_A_TIME = 4096
-"""The number of gates in C whose values should fit into a cache together."""
+"""The number of gates whose values should fit into a cache together in C."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves of a truth table. `Netlist.simplify` finds equal gates by their truth tables. A table
-has at most 1024 rows."""
+"""The largest number of leaves, the variables of a truth table, in `Netlist.simplify`."""
 _LEAF = np.array([False, True])
-"""The truth table of a leaf: its value if the leaf is 0, and its value if the leaf is 1."""
+"""The truth table of a leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources: source i is input i, and source `inputs + g` is gate g.
 
-    `of` makes a netlist from a circuit, and `from_gates` from a list of gates. Both sort the gates by depth and then by
-    function. `simplify` removes gates. `len` returns the number of gates.
+    `of` and `from_gates` sort the gates by depth, and then by function. `len` returns the number of gates.
 
     Attributes:
-      inputs: the number of inputs.
       gates: the function of each gate, 0 to 15.
       a, b: the sources that each gate reads.
       results: the source of each output.
-      groups: the beginning and end of each group of gates with the same depth and function. Gates of a group do not
-        read each other.
+      groups: the beginning and end of each group of gates with the same depth and function.
     """
 
     inputs: int
@@ -58,8 +53,8 @@ class Netlist(ByContent):
         """Make a netlist from a list of gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or no outputs; `gates`, a, and b have different lengths; a function is not
-            from 0 to 15; a gate reads itself, a later gate, or no source; or an output is not a source.
+          ValueError: there are no inputs or no outputs; lengths differ; a function is not from 0 to 15; a gate does
+            not read earlier sources; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -84,8 +79,7 @@ class Netlist(ByContent):
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Make a netlist whose gates are sorted by `keys`. The last key is the most significant one. Gates with equal
-        keys form a group."""
+        """Sort the gates by `keys`, the last of which is the most significant. Gates with equal keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -121,7 +115,7 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs of packed samples. The words have any unsigned type, in a JAX or a NumPy array."""
+        """Return the outputs of packed samples, in words of any unsigned type, with JAX or NumPy."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -144,17 +138,16 @@ class Netlist(ByContent):
         return np.bincount(self.gates, minlength=GATES)
 
     def simplify(self) -> "Netlist":
-        """Return a netlist that computes the same with fewer gates.
+        """Return a netlist that computes the same function with fewer gates.
 
         - Constants, pass-throughs and inverters become part of the gates that read them. If a gate depends only on the
           two sources of a gate that it reads, it reads these sources directly.
         - Equal gates become one. Two gates are equal if they have the same function and sources, up to an inversion and
-          the order of sources, or if they have the same truth table. The leaves of a truth table are the inputs or
-          gates on which its values depend. A gate that would depend on more than `TABULATED_LEAVES` leaves has no
-          table, and is itself a leaf in the tables of the gates that read it.
+          the order of sources, or if they have the same truth table. The variables of a truth table, its leaves, are
+          inputs and gates. A gate with more than `TABULATED_LEAVES` leaves has no table, and is a leaf in later tables.
         - Gates on which no output depends are removed.
 
-        Each remaining gate depends on both its sources, unless it is an inverter or a constant, and an output.
+        Each remaining gate depends on both its sources, unless it is an output that is inverted or constant.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -176,22 +169,16 @@ class Netlist(ByContent):
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return an expression for each gate, in operators that C, Verilog and JavaScript share.
-
-        Args:
-          names: the names of all sources.
-          zero, one: the names of the two constants.
-        """
+        """Return an expression for each gate in C, Verilog, or JavaScript, from the names of all sources and the two
+        constants."""
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
         ]
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as in `Circuit.to_c`.
-
-        `classes` adds `name_classify_words` and `name_classify`, as in `Circuit.to_c`.
-        """
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with the arguments, functions,
+        and errors of `Circuit.to_c`."""
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
@@ -199,8 +186,8 @@ class Netlist(ByContent):
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """Return the gates as C tables, the row of each output, and the number of rows.
 
-        A row is the memory of one value in all samples of a block. Rows are counted from `first`, the row of the first
-        input.
+        A row is the memory for one value in all samples of a block. `first` is the row of the first input, and the rows
+        of the outputs are counted from it.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -212,10 +199,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates of each depth by the first output that depends on them.
-
-        A value is then often read while it is still in a cache.
-        """
+        """Sort the gates of each depth by the first output that depends on them, so that values are read from cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -236,10 +220,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return the number of the memory row that holds each source, and the number of rows.
-
-        After the last gate that reads a source, the row of the source is used for another source.
-        """
+        """Return the memory row of each source, and the number of rows. A row is reused after its source's last use."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -266,10 +247,9 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates, and return the index by which later gates read the output of each.
+        """Add gates with these functions and sources, and return the sources that are their outputs.
 
-        The arrays `gates`, with the number of each gate's function, and `a` and `b`, with the indices of its inputs,
-        broadcast to one shape.
+        The arrays broadcast to one shape.
         """
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
@@ -277,10 +257,8 @@ class GateList:
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per place. Return the sources of the outputs, `(*places, outputs)`.
-
-        `inputs` has the sources of the inputs of each copy.
-        """
+        """Add one copy of a netlist's gates per index of `places`, and return the sources of the copies' outputs,
+        `(*places, outputs)`. `inputs` has the sources of the copies' inputs."""
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
         sources = np.concatenate([inputs, new], axis=-1)
@@ -293,17 +271,17 @@ class GateList:
 
 
 class _Builder:
-    """Builds a simplified netlist, in which gates have a normal form.
+    """Builds a simplified netlist from gates in a normal form.
 
-    Nodes are numbered. Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A
-    literal is a node or its inversion: `2 node`, or `2 node + 1` if inverted. A gate reads two nodes, the lower one
-    first. It depends on both nodes, and is 0 if both are 0. Only five of the 16 functions satisfy this.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. The literal `2 node` is
+    a node, and `2 node + 1` is its inversion. A gate reads two nodes, the lower one first. It depends on both nodes,
+    and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> its function and the two nodes that it reads
-        # For each node, the leaves on which it depends, and a truth table with one axis per leaf.
+        # For each node, its leaves, which are nodes, and its truth table, with one axis per leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -311,10 +289,10 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return the literal that equals `function` of the literals a and b. Add a gate if no equal node exists."""
+        """Return a literal that equals `function` of the literals a and b. Add a gate if there is none."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
-        # Replace both nodes, or one of them, by the sources that they read, if at most two sources remain.
+        # Replace both nodes, or one of them, by the nodes that they read, if at most two nodes remain.
         choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
         leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
         first, second, *_ = [*sorted(leaves), 0, 0]
@@ -334,7 +312,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return a literal as a function of two nodes: a constant, one of the nodes, or a gate of them."""
+        """Return the truth table of a literal as a function of the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -367,10 +345,7 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with the gates on which these literals depend.
-
-        If only the inversion of a gate is an output, the gate itself is inverted.
-        """
+        """Return a netlist with these literals as outputs. If only a gate's inversion is an output, invert the gate."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

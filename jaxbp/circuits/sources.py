@@ -70,9 +70,9 @@ scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0
 """
 _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
-"""Keywords of C up to C23, functions that compilers know, and names that the included headers declare."""
+"""Keywords of C up to C23, built-in functions of compilers, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
-"""Names that C and POSIX reserve for types, limits, and compilers."""
+"""Names that C and POSIX reserve."""
 _VERILOG = """
 always and assign automatic begin buf bufif0 bufif1 case casex casez cell cmos config deassign default defparam
 design disable edge else end endcase endconfig endfunction endgenerate endmodule endprimitive endspecify endtable
@@ -98,8 +98,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Raise an error unless the name is an identifier and none of `words`. If these are the words of C, names that the
-    C library reserves raise an error, too."""
+    """Require an identifier that is not one of `words`, and not reserved in C if these are `C_WORDS`."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{op}: name is {name!r}; wants an identifier")
     if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
@@ -108,19 +107,17 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    """Require a valid name in C. If `classes` is not None, require that it divides the number of outputs."""
+    """Require a valid name in C and, unless `classes` is None, that it divides the number of outputs."""
     check_name(op, name, C_WORDS)
     if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
 
 
 def check_verilog(op: str, name: str) -> None:
-    """Require a valid name in Verilog."""
     check_name(op, name, VERILOG_WORDS)
 
 
-# The C code computes each gate for a block of words at a time, so that the row numbers of the gate are read once per
-# block.
+# The C code computes each gate for a block of words at a time, so that it reads the gate's row numbers once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -176,8 +173,8 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# The outputs of a class are adjacent. They are summed for all samples of a block at once. A sum is an array of planes,
-# and plane p has bit p of the sum of each sample.
+# The adjacent outputs of a class are summed for all samples of a block at once. Plane p of a sum has bit p of each
+# sample's sum.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
@@ -256,9 +253,8 @@ class Table(NamedTuple):
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      reads, writes: the numbers of the rows from which `gates` counts the rows of sources, and the rows of results.
-      gates: for each gate, the number of the row of its result, and the numbers of the rows of its two sources:
-        `(gates, 3)`.
+      reads, writes: the rows from which `gates` counts the rows of sources, and the rows of results.
+      gates: the row of each gate's result and the rows of its two sources, `(gates, 3)`.
     """
 
     function: int
@@ -268,12 +264,9 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function that reads and writes values, in the same blocks of words as the gates of a `Table`.
+    """A C function with the arguments `const uint32_t *x` and `uint32_t *y`, on the same blocks of words as a `Table`.
 
-    Attributes:
-      function: the name of the function.
-      reads, writes: the numbers of the rows to which its arguments `const uint32_t *x` and `uint32_t *y` point.
-      source: the definition of the function.
+    `reads` and `writes` are the rows to which x and y point.
     """
 
     function: str
@@ -291,12 +284,12 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table, in order.
+    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table.
 
     Args:
-      rows: the number of rows. A row holds one value for all samples of a block. The first rows hold the inputs. The
-        other rows are 0 at first.
-      outputs: for each output, the number of its row, counted from row `last`.
+      rows: the number of rows. A row holds one value for all samples of a block. The inputs come first. The other rows
+        are initially 0.
+      outputs: the row of each output, counted from row `last`.
       classes: as in `Circuit.to_c`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
@@ -338,11 +331,7 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """Return a Verilog module that contains these lines, with the ports `input [inputs-1:0] x` and
-    `output [outputs-1:0] y`.
-
-    If `clocked`, the module also has a `clock`.
-    """
+    """Return a Verilog module of these lines, with the ports x and y, and a `clock` if `clocked`."""
     clock = ["  input wire clock,"] if clocked else []
     ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
     return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

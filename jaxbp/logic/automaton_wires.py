@@ -1,4 +1,4 @@
-"""The wires of a logic cellular automaton, in which every cell of a grid runs the same circuit of gates."""
+"""The wires of a logic cellular automaton."""
 
 import dataclasses
 import itertools
@@ -16,9 +16,9 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell sees: itself and the eight cells around it, in row-major order."""
+"""The number of cells that a cell reads: itself and its eight neighbors, in row-major order."""
 CENTRE = 4
-"""The position of a cell among the cells that it sees."""
+"""The position of a cell among the cells that it reads."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,26 +26,22 @@ CENTRE = 4
 class Automaton(ByContent):
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], which are bits after hardening. At a tick, it sees nine cells: itself and
-    the eight around it. If the grid is not periodic, cells outside of it are zero. The circuit has two parts:
+    A cell has `channels` numbers in [0, 1], which are bits after hardening. The circuit has two parts:
 
     - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
-      reads this channel of the nine cells and returns `bits` numbers.
+      reads this channel of the cell and its eight neighbors, and returns `bits` numbers.
     - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
       It returns the cell's next channels.
 
-    Make an automaton with `create` or `from_wires`. It is a pytree, which can be an argument of jitted functions or a
-    constant in them.
+    Make an automaton by `create` or `from_wires`. It is a pytree: an argument of jitted functions, or a constant in
+    them.
 
     Attributes:
       perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
       update: the wires of each update layer.
-      order: for each update layer, an order of its gates. If the lanes of a kernel compute the gates in this order,
-        neighboring lanes read different banks of shared memory. The first row has the gate at each position of this
-        order, and the second row has the position of each gate.
-      channels: the number of channels of a cell.
-      kernels: the number of perception circuits.
-      periodic: whether opposite borders of the grid meet.
+      order: two rows: the gates of each update layer in an order in which neighboring lanes of a GPU kernel read
+        different banks of shared memory, and the position of each gate in this order.
+      periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
     """
@@ -70,7 +66,7 @@ class Automaton(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates with parameters. Perception gates count once, although they run for every channel."""
+        """The number of gates with parameters. Perception gates count once."""
         return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
 
     @classmethod
@@ -86,13 +82,9 @@ class Automaton(ByContent):
         """Make random wires, as published: `Wires.moore` in the first perception layer, `Wires.unique` in all others.
 
         Args:
-          channels: the number of channels of a cell.
           perception_kernels: the number of perception circuits.
-          perception_widths: the number of gates in each layer of a perception circuit. The first layer has 8 gates, and
-            each reads one neighbor and the center.
-          update_widths: the number of gates in each update layer. The last layer has `channels` gates.
-          periodic: whether opposite borders of the grid meet.
-          seed: the seed of the wires.
+          perception_widths: the number of gates in each layer of a perception circuit, first 8.
+          update_widths: the number of gates in each update layer, last `channels`.
 
         Raises:
           ValueError: numbers are below 1 or do not fit together, or `Wires.unique` cannot make a layer.
@@ -124,9 +116,7 @@ class Automaton(ByContent):
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """Make an automaton from wires.
-
-        The number of perception circuits follows from the number of inputs of the first update layer.
+        """Make an automaton from wires. The first update layer's inputs determine the number of perception circuits.
 
         Raises:
           TypeError: a layer is not a `Wires`.
@@ -162,24 +152,21 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the number of each perceived bit, in the order in which the first update layer reads the bits.
+    """Return the numbers of the perceived bits in the order in which the first update layer reads the bits.
 
-    The bits are numbered in the order bit, kernel, channel. The first update layer reads them in the order channel,
-    bit, kernel.
+    The numbers count in the order bit, kernel, channel. The layer reads in the order channel, bit, kernel.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return the array `Automaton.order`. If the wires are traced, their values are unknown, and the gates keep their
-    order."""
+    """Return the array `Automaton.order`. If the wires are traced, the gates keep their order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # The bank in which a row of shared memory lies depends on the row's number modulo the size of an octet. As in
-        # `Plan`, each layer begins at a multiple of this size, and the rows of the last perception layer come after the
-        # inputs.
+        # The bank of a row of shared memory depends on the row's number modulo the size of an octet. As in `Plan`, each
+        # layer begins at a multiple of this size, and the rows of the last perception layer come after the inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -1,9 +1,8 @@
 """Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
 
-A gate computes one of 16 functions of two bits a and b. As in the literature, the number of a function encodes its
-truth table. The bits of the number, from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1).
-Relaxed to numbers between 0 and 1 (`relaxed_gates`), each function is linear in a and in b. Every mixture of them is
-linear, too. A gate is therefore `y = c0 + c1 a + c2 b + c3 ab`, whichever parameters determine its four coefficients.
+A gate computes one of 16 functions of two bits a and b. The bits of a function's number, from the highest, are its
+values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each function and each mixture
+of functions is linear in a and in b: `y = c0 + c1 a + c2 b + c3 ab`.
 """
 
 import math
@@ -24,30 +23,27 @@ Parametrization = Literal["softmax", "input_wise", "walsh"]
 
 GATES = 16
 PASS_THROUGH = 3
-"""The number of the function `a`, which passes its first input through."""
+"""The number of the function `a`."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
 """The number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
-"""The truth tables of the 16 functions, `(16, 4)`: the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1)."""
+"""The truth tables of the 16 functions, `(16, 4)`."""
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
-"""The matrix from a truth table to c0, c1, c2, c3. Its row r has the coefficients of the function that is 1 in row r of
-the truth table and 0 in the other rows."""
+"""The matrix from a truth table to c0, c1, c2, c3."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
-"""The coefficients c0, c1, c2, c3 of each of the 16 functions: `(16, 4)`."""
+"""The coefficients c0, c1, c2, c3 of the 16 functions, `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""The values of 1, A, B and AB in each row of the truth table, where A and B are -1 for a 0 and 1 for a 1."""
+"""The values of 1, A, B and AB in each row of the truth table, with `A = 2 a - 1` and `B = 2 b - 1`."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""Maps each parametrization to a matrix B. The values in the four rows of a gate's truth table are
-`sigmoid(B parameters)`."""
+"""Maps each parametrization to a matrix M. A gate's truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
-"""A number that is added to probabilities before their logarithm is computed, so that it is finite. The number is small
-enough not to change a probability near 1 in float32. It is large enough that its products with gradients are not
-subnormal."""
+"""A number added to probabilities so that their logarithm is finite. It does not change a float32 near 1, and its
+products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the values of the 16 relaxed gates for the inputs a and b, by the formulas of the literature."""
+    """Return the 16 relaxed gates of a and b, by the formulas of the literature."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -63,25 +59,21 @@ def softmax(logits: Array) -> Array:
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return `dlogits = p (u - Σ p u)`, with `p = softmax(logits)` and `u = T dc`.
-
-    T is the matrix `COEFFICIENTS` of the 16 functions.
-    """
+    """Return `dlogits = p (u - Σ p u)`, with `p = softmax(logits)` and `u = COEFFICIENTS dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # Subtracting a constant from u does not change `u - Σ p u`. The constant subtracted here is u of the most probable
-    # function. If the probability of this function is nearly 1, `Σ p u` is nearly its u, and without the subtraction
-    # the difference would lose its digits.
+    # Subtracting a constant from u does not change `u - Σ p u`. If one probability is nearly 1, `Σ p u` is nearly the u
+    # of its function, and the difference would lose its digits. This u is therefore subtracted first.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients `(gates, 4)` of gates, given parameters `(gates, 4)` of the rows of their truth tables.
+    """Return the coefficients `(gates, 4)` of gates whose parameters `(gates, 4)` determine their truth tables.
 
-    For "input_wise", the value of a row is the sigmoid of one parameter. For "walsh", it is the sigmoid of
-    `w0 ± w1 ± w2 ± w3`, a sum of 1, A, B and AB with the parameters as weights.
+    A row of the truth table is the sigmoid of one parameter for "input_wise", and the sigmoid of
+    `w0 + w1 A + w2 B + w3 AB` for "walsh", where A and B are ±1.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
@@ -89,7 +81,7 @@ def of_rows(parameters: Array, *, parametrization: str) -> Array:
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
     """Return `dparameter = r (1 - r) dr` for "input_wise", or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)` for "walsh".
 
-    Here r is the value of a row of the truth table, and dr the gradient with respect to it.
+    r is the value of a row of the truth table, and dr its gradient.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -101,7 +93,7 @@ def _rows(parameters, parametrization):
 
 
 def _times(a, constant):
-    """Return the product of a and `constant`, a small integer matrix. Its only error is the rounding of the sums."""
+    """Return the product of a and a matrix of small integers, exact except for the rounding of sums."""
     return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
 
 
@@ -120,11 +112,10 @@ def initial_logits(
     """Return parameters to start training from.
 
     Args:
-      key: the key for normal parameters.
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for "softmax", the logit of the pass-through function; the other 15 logits are 0. By default, it
-        is 5, which gives the function a probability of 0.91. For the other parametrizations, plus or minus this number
-        is the logit of each row of the truth table. By default, it is log 19, which gives rows of 0.95 and 0.05.
+      residual_logit: for "softmax", the logit of the function a; the other logits are 0. The default, 5, gives this
+        function a probability of 0.91. For the other parametrizations, plus or minus this number is the logit of each
+        row of the truth table. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -145,13 +136,12 @@ def initial_logits(
 def harden(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> UInt8[Array, "*kernels gates"]:
-    """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the first of them.
+    """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
     For "input_wise" and "walsh", each row of the truth table is rounded, and 0.5 becomes 0.
 
     Raises:
-      TypeError, ValueError: as in `gate_layer`.
-      ValueError: the logits are NaN. Within `jax.jit`, no error is raised, because their values are unknown.
+      TypeError, ValueError: as in `gate_layer`, or logits are NaN outside of `jax.jit`.
     """
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
@@ -166,10 +156,7 @@ def harden(
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters with which gates compute exactly the given functions. `harden` returns the same numbers.
-
-    A layer with these parameters is exact on bits, because the probabilities of its functions are 0 and 1.
-    """
+    """Return parameters with which gates compute exactly the given functions on bits: the inverse of `harden`."""
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
         return jnp.where(gates[..., None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
@@ -180,10 +167,9 @@ def hard_logits(
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
-    """Return the uncertainty of a relaxed gate: `Σ_rows r (1 - r)`, with r the rows of its truth table.
+    """Return the variance of a relaxed gate's output, `Σ_rows r (1 - r)`. It is 0 for a hard gate.
 
-    r is the probability that the gate outputs 1 for the inputs of the row. The result is therefore the variance of the
-    output, summed over the rows. It is 0 for a hard gate.
+    r is a row of the truth table: the probability that the gate outputs 1 for the inputs of the row.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -201,14 +187,10 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return softmax parameters that make some gates hard, but keep the gradients of relaxed gates.
+    """Return softmax parameters that harden the gates `hard`, but keep the gradients of relaxed gates.
 
-    A hard gate computes its most probable function. Let c be the coefficients of a relaxed gate, and h the coefficients
-    of the hard gate. A gate with the returned parameters has the coefficients `c + hard * stop_gradient(h - c)`, to
-    1e-18. The parameters are logarithms of probabilities, because the softmax of these is the probabilities.
-
-    Args:
-      hard: which gates to make hard.
+    The returned parameters give a gate the coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. Here c are the
+    coefficients of the relaxed gate, and h the coefficients of its most probable function.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -234,9 +216,7 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return class scores from a layer of gates: the sums of neighboring inputs in equal groups, divided by tau.
-
-    `groups` is the number of groups.
+    """Return class scores from a layer of gates: the sums of neighboring inputs in `groups` equal groups, over tau.
 
     Raises:
       TypeError: x is not floating.
@@ -253,7 +233,6 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
 
 
 def check_tau(op: str, tau: Any) -> None:
-    """Require that tau, by which scores are divided, is a number above 0."""
     if not checks.is_number(tau) or not tau > 0:
         raise ValueError(f"{op}: tau is {tau!r}; wants a number above 0")
 

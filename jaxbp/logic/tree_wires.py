@@ -19,19 +19,18 @@ from jaxbp.common.windows import Size
 class TreeWires(ByContent):
     """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
-    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, numbered level by level. At the first level, gate g reads
-    two leaves: leaf 2 g as its a, and leaf 2 g + 1 as its b. At each further level, it reads the gates 2 g and 2 g + 1
-    of the level before. The last gate is the root.
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, numbered level by level, with the root last. At the first
+    level, gate g reads leaf 2 g as its a, and leaf 2 g + 1 as its b. At each further level, gate g reads the gates 2 g
+    and 2 g + 1 of the level before.
 
-    Make the wires once, on the host, with `random` or `from_leaves`. They are a pytree, which can be an argument of
-    jitted functions or a constant in them.
+    Make the wires once, on the host, by `random` or `from_leaves`. They are a pytree: an argument of jitted functions,
+    or a constant in them.
 
     Attributes:
-      leaves: for each leaf of each kernel, the channel, and the row and column in the window, that it reads; int32.
+      leaves: the channel, and the row and column in the window, that each leaf of each kernel reads; int32.
       readers: the numbers of the leaves, sorted by the input channel that they read. Leaf l of kernel k has the number
         `k 2^depth + l`.
-      reader_offsets: the index in `readers` at which each channel begins, and the index at which the last channel ends.
-      channels: the number of channels of the input.
+      reader_offsets: the index in `readers` at which each channel begins, and the length of `readers`.
       window: the height and width of the window.
     """
 
@@ -56,7 +55,6 @@ class TreeWires(ByContent):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of all arrays, int32."""
         return self.leaves.dtype
 
     @classmethod
@@ -65,7 +63,7 @@ class TreeWires(ByContent):
 
         Raises:
           TypeError: leaves are not integers.
-          ValueError: leaves are not `(kernels, 2^depth, 3)`, or are outside the channels or the window.
+          ValueError: leaves are not `(kernels, 2^depth, 3)`, or not within the channels and the window.
         """
         channels = checks.count("TreeWires.from_leaves", "channels", channels)
         window = checks.pair("TreeWires.from_leaves", "window", window)
@@ -107,14 +105,11 @@ class TreeWires(ByContent):
         channels_per_kernel: int = 2,
         seed: int,
     ) -> "TreeWires":
-        """Make random trees.
+        """Make random trees, each of which reads `channels_per_kernel` channels, or all if there are fewer.
 
-        Every channel is read by equally many kernels, give or take one. Within a kernel, every channel that it reads is
-        read by equally many leaves, give or take one. A kernel reads no position of a channel twice, unless more of its
-        leaves read the channel than the window has positions.
-
-        Args:
-          channels_per_kernel: the number of channels that a kernel reads, at most all channels.
+        Give or take one, every channel is read by equally many kernels, and by equally many leaves of a kernel. A
+        kernel reads a position of a channel twice only if more of its leaves read the channel than the window has
+        positions.
 
         Raises:
           ValueError: a count is below 1.
@@ -132,20 +127,19 @@ class TreeWires(ByContent):
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Leaves of different channels alternate. The surplus leaves at the end, which are cut off, then belong to
-        # different channels.
+        # Leaves of different channels alternate, so that the surplus leaves cut off at the end differ in channel.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
 
 
 def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
-    """Return `rows` rows. Each row has the numbers from 0 to count - 1 in a random order."""
+    """Return `rows` random permutations of the numbers below `count`."""
     return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return different channels for each kernel. All channels are used equally often, give or take one."""
+    """Return different channels for each kernel. Channels occur equally often, give or take one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:
@@ -153,6 +147,6 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
         if not repeated.any():
             return chosen
         for kernel in np.flatnonzero(repeated):
-            # The kernel has one channel twice. Exchange one of the two with a channel of another kernel.
+            # Exchange one of the kernel's channels with a channel of another kernel.
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]

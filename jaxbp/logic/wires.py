@@ -19,31 +19,28 @@ from jaxbp.common.content import ByContent
 class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The wires are also listed by input, because the gradient with respect to an input is a sum over its consumers. A
-    consumer is a gate together with one of its two roles, a or b. Consumer 2 g is gate g that reads the input as its a,
-    and consumer 2 g + 1 is gate g that reads it as its b. The consumers of input i are
-    `consumers[offsets[2 i] : offsets[2 i + 2]]`. Consumers with even numbers come first, up to `offsets[2 i + 1]`.
+    The gradient with respect to an input is a sum over its consumers. Consumer 2 g of an input is gate g if it reads
+    the input as its a, and consumer 2 g + 1 is gate g if it reads the input as its b. The consumers of input i are
+    `consumers[offsets[2 i] : offsets[2 i + 2]]`, with even numbers up to `offsets[2 i + 1]`.
 
-    The constructors `from_pairs`, `random`, `unique` and `moore` make wires and lists once, on the host. The dataclass
-    constructor does not check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in
-    them.
+    Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The dataclass constructor does not
+    check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in them.
+
+    The trail is an order of the gates in which most neighboring gates share an input, which is then often still in the
+    cache of a kernel. The trail goes through each gate from one of the gate's inputs to the other.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
       consumers: the consumers of all inputs, one input after the other.
-      partners: for each consumer, the input that its gate reads in the other role.
-      offsets: for each input and each role, the index in `consumers` at which the consumers of the input in this role
-        begin. The last element is the length of `consumers`.
-      trail: three rows: the gates in another order, called the trail, and the inputs a and b of each of these gates. In
-        this order, most neighboring gates share an input. Kernels compute gates in this order, because an input is then
-        often still in the cache.
-      trail_inputs: the inputs in the order in which the trail first reaches them. In this order, most neighboring
-        inputs are read by the same gate.
-      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Each
-        gate of the trail leads from one of its inputs to the other. Among the consumers of an input, the gates that
-        lead away from the input come first.
+      partners: for each consumer, the other input of its gate.
+      offsets: the indices in `consumers` at which the even and the odd consumers of each input begin, and the length of
+        `consumers`.
+      trail: three rows: the gates in the order of the trail, their inputs a, and their inputs b.
+      trail_inputs: the inputs in the order in which the trail first reaches them.
+      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Among
+        an input's consumers, the gates through which the trail leaves the input come first.
       trail_places: for each gate, the index in `trail_consumers` at which the trail leaves an input through this gate.
-      inputs: the number of inputs, including those that no gate reads.
+      inputs: the number of inputs, also counting inputs that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
 
@@ -66,16 +63,13 @@ class Wires(ByContent):
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have equally many consumers.
-
-        If this number is even, the trail of gates, which visits each gate once and goes from one
-        input of the gate to the other, leaves each input through half of its consumers.
-        """
+        """Whether all inputs have equally many consumers. If this number is even, the trail leaves each input through
+        half of its consumers."""
         return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
-        """`(2, gates)`, on the host: the position of each gate among the consumers of its a, and of its b."""
+        """The position of each gate among the consumers of its a, and of its b, `(2, gates)`, on the host."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -83,7 +77,6 @@ class Wires(ByContent):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of all arrays, int32."""
         return self.a.dtype
 
     @classmethod
@@ -91,7 +84,7 @@ class Wires(ByContent):
         """Make wires where gate g reads a[g] and b[g].
 
         Raises:
-          TypeError: a or b has no integers.
+          TypeError: a or b does not have integers.
           ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
         """
         inputs = checks.count("Wires.from_pairs", "inputs", inputs)
@@ -100,8 +93,7 @@ class Wires(ByContent):
             raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each per gate")
         if a.size == 0:
             raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
-        reads = np.stack([a, b], axis=1).ravel()  # the input that gate g reads in this role
-        # Sort by input and role.
+        reads = np.stack([a, b], axis=1).ravel()  # the input of each consumer
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)
         offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -130,9 +122,7 @@ class Wires(ByContent):
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Make random wires that read every input equally often, give or take one.
-
-        A gate may read one input twice.
+        """Make random wires that read every input equally often, give or take one. A gate may read one input twice.
 
         Raises:
           ValueError: there are no inputs or no gates.
@@ -144,10 +134,10 @@ class Wires(ByContent):
 
     @classmethod
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Make random wires in which no two gates have the same pair, in either order.
+        """Make random wires in which no two gates have the same pair of inputs, in either order.
 
-        Every input is read. Unless there are more gates than a quarter of all pairs, every input is read equally often,
-        give or take one.
+        Every input is read. If the gates are at most a quarter of all pairs, every input is read equally often, give or
+        take one.
 
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
@@ -180,10 +170,8 @@ class Wires(ByContent):
     def moore(cls, seed: int | None = None) -> "Wires":
         """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
 
-        Each gate reads one neighbor as its a, and the center as its b.
-
-        Args:
-          seed: the seed of the gates' order; None for the order of the cells.
+        Each gate reads one neighbor as its a, and the center as its b. `seed` shuffles the gates, which otherwise have
+        the order of the cells.
 
         Source: as in `jaxbp.automaton_step`.
         """
@@ -194,24 +182,17 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gates and the inputs in new orders. In these, most neighboring gates share an input, and most
-    neighboring inputs share a gate.
+    """Return the consumers through which the trail leaves inputs, and the inputs in the order of the trail.
 
-    Gates are the edges of a graph whose nodes are inputs. A walk goes from input to input along gates that no walk has
-    taken yet. It ends at an input that has no such gate. The next walk begins where the last one began, or at the next
-    input that has a gate not yet taken. If all inputs have an even number of consumers, every walk ends where it began.
-    It then leaves each input as often as it reaches the input.
-
-    Returns:
-      Two arrays. The first has 2 g for each gate g, in the order of the walks, if the walk goes from its a to its b,
-      else 2 g + 1. The second has the inputs, in the order in which the walks first reach them.
+    Gates are the edges of a graph whose nodes are inputs. A walk follows gates that are not yet taken, until it reaches
+    an input without such gates. The next walk begins at the same start, or at the next input with such a gate. If all
+    inputs have an even number of consumers, every walk ends where it began.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 
     def walk(i):
-        """Walk from input i along gates that are not yet taken, until the current input has none. Return whether any
-        gate was taken."""
+        """Walk from input i, and return whether any gate was taken."""
         begun = len(left_by)
         while True:
             inputs.setdefault(i)
@@ -231,8 +212,7 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return the pairs as two arrays. Every input occurs once in them. If the number of inputs is odd, one input occurs
-    twice."""
+    """Return random pairs, `(2, pairs)`, in which every input occurs once, or one of an odd number twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
@@ -240,8 +220,7 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return, for each different pair, the index at which it first occurs. The order of a and b in a pair does not
-    count."""
+    """Return the index at which each different pair, in either order, first occurs."""
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
 

@@ -1,6 +1,6 @@
 """The layers of LeNet and the MLP-Mixer, in the layouts of the CUDA literature: NCHW, OIHW, and `(out, in)`.
 
-The ops that fuse several layers take the parameters in these layouts. `jaxbp.nnx` has the layers for other models.
+The ops that fuse several layers use these layouts. `jaxbp.nnx` has the layers for other models.
 """
 
 import jax
@@ -20,10 +20,7 @@ from jaxbp.pairing import Implementation
 
 
 def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Return a parameter drawn uniformly within ±1/sqrt(fan_in).
-
-    Before training, the variance of a layer's outputs is then a third of the variance of its inputs.
-    """
+    """Return a parameter drawn uniformly within ±1/sqrt(fan_in)."""
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
 
 
@@ -31,10 +28,8 @@ class Conv2d(nnx.Module):
     """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`.
 
     Args:
-      in_channels, out_channels, filter_size: the shape of the filters.
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
-      dtype: the dtype of the computation, to which images and parameters are cast.
-      param_dtype: the dtype of the parameters.
+      dtype: the dtype of the computation, to which inputs and parameters are cast.
       rngs: random keys. The parameters are drawn with the stream `params`, uniformly within ±1/sqrt(number of inputs
         per output).
     """
@@ -75,12 +70,7 @@ class Conv2d(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """`jaxbp.linear` with its parameters, `weight (out_features, in_features)` and `bias`.
-
-    Args:
-      in_features, out_features: the shape of the weight.
-      The rest as in `Conv2d`.
-    """
+    """`jaxbp.linear` with its parameters, `weight (out_features, in_features)` and `bias`."""
 
     def __init__(
         self,
@@ -108,11 +98,7 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, which starts at one, and `bias`, which starts at zero.
 
-    Args:
-      hidden: the length of a row.
-      eps: as in `jaxbp.layer_norm`.
-      rngs: unused; accepted so that all layers have the same arguments.
-      The rest as in `Conv2d`.
+    `rngs` is unused.
     """
 
     def __init__(
@@ -135,13 +121,7 @@ class LayerNorm(nnx.Module):
 
 
 class LayerNormLinear(nnx.Module):
-    """`jaxbp.layer_norm_linear` with its parameters, in a `LayerNorm` and a `Linear`.
-
-    Args:
-      in_features, out_features: the shape of the weight.
-      eps: as in `jaxbp.layer_norm`.
-      The rest as in `Conv2d`.
-    """
+    """`jaxbp.layer_norm_linear` with its parameters, in a `LayerNorm` and a `Linear`."""
 
     def __init__(
         self,

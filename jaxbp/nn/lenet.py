@@ -30,11 +30,10 @@ Keep = Callable[[str, Array], None]
 class LeNet(nnx.Module):
     """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
 
-    It has valid convolutions, ReLU between the dense layers, and 44,426 parameters.
+    The convolutions are valid. ReLU stands between the dense layers. There are 44,426 parameters.
 
     Args:
-      fused: whether convolution, ReLU and pool are one op instead of three. The one op keeps one byte per window of the
-        pool for its backward.
+      fused: whether convolution, ReLU and pool are one op, whose backward needs one byte per window of the pool.
       implementation: the implementation of every op, as in `jaxbp.conv2d`.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: random keys. The parameters are drawn with the stream `params`.
@@ -67,7 +66,7 @@ class LeNet(nnx.Module):
     ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
         """Return the softmax cross-entropy, in float32 or wider, and the most likely class of each image.
 
-        If the model is fused and does not use half precision, the dense layers and the loss are one op.
+        The dense layers and the loss are one op if the model is fused and not in half precision.
         """
         x = self._features(images)
         if self._dense_fused:
@@ -87,7 +86,7 @@ class LeNet(nnx.Module):
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
     def _features(self, images: Array, keep: Keep = lambda name, value: None) -> Array:
-        """Return the input of the dense layers. Pass each tensor that the backward needs to `keep`, with its name."""
+        """Return the dense layers' input. Pass each tensor that the backward needs to `keep`, with its name."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
         implementation = self.implementation
@@ -118,18 +117,11 @@ class LeNet(nnx.Module):
 def lenet_saved_tensors(
     model: LeNet, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
-    """Return LeNet's loss and, by name, every tensor that its backward needs.
+    """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward.
 
-    These are the inputs of the five layers with parameters, two arrays with the positions of the pools' maxima, and the
-    logits. If the model is not fused, they also include the inputs of the pools. If `softmax_cross_entropy` runs as a
-    separate kernel, it keeps two more float32 numbers per image, which are not listed.
-
-    Args:
-      model: a LeNet.
-      images, labels: a batch and its classes.
-
-    Returns:
-      (loss, saved). The loss has one number per example. `saved` maps names to tensors, in the order of the forward.
+    These are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits. If the
+    model is not fused, they include the pools' inputs. If `softmax_cross_entropy` is a separate kernel, it keeps two
+    more float32 numbers per image, which are not listed.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -146,7 +138,7 @@ def lenet_saved_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """A tensor of LeNet's training step: its kind, name, shape and dtype, and its size in bytes."""
+    """A tensor of LeNet's training step."""
 
     kind: str
     name: str
@@ -161,16 +153,9 @@ class MemoryRow:
 def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: bool = False) -> list[MemoryRow]:
     """List the tensors that a training step of LeNet keeps and computes for a batch, with their sizes.
 
-    Args:
-      batch: the number of images.
-      dtype: the dtype of the computation.
-      fused: as in `LeNet`.
-
-    Returns:
-      One row per tensor. There are three kinds of tensors: "saved" tensors are kept from the forward to the backward,
-      an "activation gradient" is passed from one step of the backward to the next (335,936 values at batch 32), and a
-      "parameter gradient" is a result (44,426 values). In half precision, the backward also keeps a copy of each
-      parameter in that precision, which is not listed.
+    "saved" tensors are kept from the forward to the backward. An "activation gradient" is passed from one step of the
+    backward to the next (335,936 values at batch 32). A "parameter gradient" is a result (44,426 values). In half
+    precision, the backward also keeps a copy of each parameter in this precision, which is not listed.
 
     Raises:
       ValueError: the batch is below 1.
@@ -189,7 +174,6 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         return list(saved.values())
 
     saved = jax.eval_shape(saved_tensors, state, images, labels)
-    # The backward computes gradients with respect to saved tensors: results of ReLU, and inputs of layers and pools.
     # Gradients within a fused op do not exist in memory.
     before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
     gradients = {}

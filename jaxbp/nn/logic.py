@@ -18,7 +18,7 @@ from jaxbp.ops.logic.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
-"""A function that makes wires, `wiring(inputs, gates, seed)`, such as `Wires.unique` or `Wires.random`."""
+"""A function that makes wires from `(inputs, gates, seed)`, such as `Wires.unique` or `Wires.random`."""
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
@@ -43,14 +43,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates. It has the parameters of the gates, their fixed wires, and the method `harden`.
-
-    Args:
-      wires: the wires of the gates.
-      shape: the shape of the array of gates, `(gates,)` or `(kernels, gates)`.
-      initial: `initialization` and `residual_logit`, as in `jaxbp.initial_logits`.
-      Other arguments: as in `LogicLayer`.
-    """
+    """Base class of layers of gates. `shape` is `(gates,)` or `(kernels, gates)`."""
 
     def __init__(
         self,
@@ -82,7 +75,6 @@ class LogicLayer(Gates):
     """`jaxbp.gate_layer` with its parameters, `logits (gates, parameters)`, and its fixed wires.
 
     Args:
-      wires: the inputs that each gate reads.
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The parameters stay float32.
@@ -109,10 +101,10 @@ class LogicNetwork(nnx.Module):
       inputs: the number of input bits.
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
       classes: the number of classes.
-      tau: a number by which the sums are divided. The larger it is, the more even are the probabilities of the classes.
-      wiring: a function that makes the wires of a layer.
+      tau: a number by which the sums are divided.
+      wiring: a function that makes the wires of a layer, `wiring(inputs, gates, seed)`.
       seed: the seed of the wires.
-      Other arguments: as in `LogicLayer`.
+      options: as in `LogicLayer`.
 
     Raises:
       ValueError: tau is not a number above 0, or `wiring` cannot make layers of these widths.
@@ -146,5 +138,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return the gates of the hardened network as a circuit. It does not contain the sums over groups."""
+        """Return the hardened gates as a circuit, without the sums over groups."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

@@ -24,10 +24,7 @@ from jaxbp.ops.pointwise.shapes import flatten
 def image_thermometer(
     x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Shaped[Array, "batch channels*thresholds height width"]:
-    """Return one channel of bits per channel of x and threshold t, `x > t`, as `thermometer` does.
-
-    The channels of bits from one channel of x are adjacent.
-    """
+    """Return one channel of bits per channel of x and threshold t, `x > t`, as in `thermometer`."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 
@@ -35,10 +32,9 @@ class LogicConv2d(Gates):
     """`jaxbp.logic_conv2d` with its parameters, `logits (kernels, gates, parameters)`, and its fixed wires.
 
     Args:
-      wires: the positions of a window that the leaves of each kernel's tree read.
       pool: height and width of the windows of an or-pool, as in `jaxbp.logic_conv2d_or_pool2d`; None for no pool.
       stride, padding, implementation: as in `jaxbp.logic_conv2d`.
-      The rest as in `LogicLayer`.
+      options: as in `LogicLayer`.
 
     Raises:
       TypeError: the wires are not `TreeWires`.
@@ -98,13 +94,10 @@ class LogicConvNetwork(nnx.Module):
     Args:
       shape: channels, height and width of the images of bits.
       convolutions: the convolutions, at least one.
-      widths: the number of gates in each layer after the convolutions. The last width is a multiple of the number of
-        classes.
-      classes: the number of classes.
-      channels_per_kernel: the number of channels that a kernel reads, as in `jaxbp.TreeWires.random`.
-      tau, wiring: as in `LogicNetwork`.
-      seed: the seed of the wires.
-      The rest as in `LogicConv2d`.
+      widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed is also
+        for the wires of the convolutions.
+      channels_per_kernel: as in `jaxbp.TreeWires.random`.
+      options: as in `LogicLayer`.
 
     Raises:
       TypeError: a convolution is not a `LogicConvolution`.
@@ -156,7 +149,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return the gates of the hardened network as a circuit. It does not contain the sums over groups."""
+        """Return the hardened gates as a circuit, without the sums over groups."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

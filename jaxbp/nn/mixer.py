@@ -1,4 +1,4 @@
-"""MLP-Mixer: an image is a table of patches and channels, and MLPs act alternately along each of these two axes."""
+"""MLP-Mixer: MLPs act alternately across the patches of an image and across their channels."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,12 +17,9 @@ IMAGE_SIZE = 28
 class MixerBlock(nnx.Module):
     """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
-    The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
-
-    Args:
-      patches, channels: the shape of the table.
-      patches_hidden, channels_hidden: the hidden width of each MLP.
-      options: the arguments `implementation`, `dtype` and `rngs` of every layer.
+    The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`. `patches_hidden` and
+    `channels_hidden` are the hidden widths of the MLPs. `options` are the arguments `implementation`, `dtype` and
+    `rngs` of every layer.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
@@ -40,15 +37,14 @@ class MixerBlock(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """MLP-Mixer on 28 x 28 images. Its parts are a dense layer on patches, mixer blocks, a norm, and a dense layer.
+    """MLP-Mixer on 28 x 28 images: a dense layer on patches, mixer blocks, a norm, and a dense layer.
 
-    The last layer returns class scores, which are averaged over the patches.
+    The class scores are averages over the patches.
 
     Args:
       patch: height and width of a patch, a divisor of 28.
-      channels: the number of channels that the first dense layer computes from each patch.
+      channels: the number of channels of each patch in the blocks.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
-      blocks: the number of blocks.
       implementation: the implementation of every op, as in `jaxbp.layer_norm_linear`.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: random keys. The parameters are drawn with the stream `params`.
@@ -91,5 +87,5 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        # The mean of the patches' scores equals the score of their mean, because the last layer is linear.
+        # The last layer is linear, so the mean of the scores is the score of the mean.
         return jnp.mean(self.head(x), axis=1)

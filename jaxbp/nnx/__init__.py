@@ -1,7 +1,6 @@
 """Layers with the constructors, parameters, and layouts of `flax.nnx`, whose calls run ops of jaxbp.
 
-`jaxbp.nnx.Linear` replaces `flax.nnx.Linear` without any other change, and so do all other names. Modules, states, and
-transformations come from `flax.nnx`.
+`jaxbp.nnx.Linear` replaces `flax.nnx.Linear` without any other change, as do all other names.
 """
 
 from jaxbp.nnx.activations import PReLU as PReLU

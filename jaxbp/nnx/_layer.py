@@ -1,4 +1,4 @@
-"""The part that all layers share: the argument `implementation`, and calls that the layer of Flax computes."""
+"""The base of all layers: the argument `implementation`, and calls that the layer of Flax computes."""
 
 import inspect
 from typing import Any, ClassVar
@@ -12,8 +12,7 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 class Layer:
     """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax.
 
-    The constructor, the parameters, and their initial values are those of Flax. The subclass defines `__call__`, which
-    calls the op, or the layer of Flax where `_needs_flax` returns True.
+    The subclass defines `__call__`, which calls the op, or the layer of Flax where `_needs_flax` returns True.
 
     Args:
       args, options: the arguments of the layer of Flax.
@@ -37,8 +36,8 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class the signature of its constructor. If it has `**options`, they become the arguments of Flax,
-        followed by the keywords that are added."""
+        """Give the class its constructor's signature, with `**options` replaced by the arguments of Flax and the
+        keywords that layers of jaxbp add."""
         super().__init_subclass__(**keywords)
         if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
             parameters = _parameters(cls)
@@ -49,18 +48,13 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return for each option of the constructor that the op lacks whether it is in use."""
+        """Map each option of the constructor that the op lacks to whether it is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype.
+        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
 
-        Args:
-          arrays: the arrays that the op would get, or None for arrays that are missing.
-          arguments: for each argument of the call that the op lacks, whether it is in use.
-
-        Raises:
-          NotImplementedError: as in `needs_flax`.
+        `arguments` maps each argument of the call that the op lacks to whether it is in use.
         """
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
@@ -69,16 +63,14 @@ class Layer:
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
-    """Return the parameters of the constructor of a class, without `self`."""
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` says for each option that the op lacks whether it is in use.
+    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
 
     Raises:
-      NotImplementedError: such an option is in use, and the implementation is "pallas" or "xla", which Flax does not
-        have.
+      NotImplementedError: such an option is in use, and the implementation is "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):
@@ -88,5 +80,5 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
 
 
 def _is_supported(dtypes: set) -> bool:
-    """Return whether these dtypes are one floating dtype of at least 16 bits, which all ops support."""
+    """Return whether there is one dtype, floating and of at least 16 bits, which all ops support."""
     return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Activation functions. All except `glu`, `logsumexp`, and `PReLU` are the ops of jaxbp with the same names."""
+"""Activation functions. All except `glu`, `logsumexp`, and `PReLU` are ops of jaxbp."""
 
 from typing import Any
 

@@ -55,7 +55,7 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
-        """Return x and the padding of the op. Paddings that repeat x are added to x, so that no zeros are needed."""
+        """Return x and the padding of the op. "CIRCULAR" and "REFLECT" are applied to x."""
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if padding not in ("CIRCULAR", "REFLECT"):
             return x, padding
@@ -66,5 +66,5 @@ class Conv(Layer, nnx.Conv):
 
 
 def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
-    """Return one number per axis. One number stands for all axes, and None for 1."""
+    """Return one number per axis. None means 1."""
     return (1 if value is None else value,) * axes if value is None or isinstance(value, int) else tuple(value)

@@ -15,7 +15,7 @@ class Dropout(Layer, nnx.Dropout):
     def __call__(self, inputs: Any, *, deterministic: bool | None = None, rngs: Any = None) -> Array:
         deterministic = self.deterministic if deterministic is None else deterministic
         rngs = self.rngs if rngs is None else rngs
-        # Flax also raises the errors for arguments that are missing.
+        # Flax raises the errors for missing arguments.
         has_key = isinstance(rngs, nnx.Rngs | nnx.RngStream | Array)
         if deterministic is None or deterministic or self.rate in (0, 1) or not has_key or self._needs_flax(inputs):
             return super().__call__(inputs, deterministic=deterministic, rngs=rngs)

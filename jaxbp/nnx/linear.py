@@ -32,25 +32,23 @@ class Linear(Layer, nnx.Linear):
         return linear(x, kernel.T, bias, precision=self.precision, implementation=self.implementation)
 
     def _promoted(self, inputs: Any) -> tuple[Array, Array, Array | None]:
-        """Return the inputs, the kernel, and the bias, in the dtype of the computation."""
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
 
 
 class LinearSoftmaxCrossEntropy(Linear):
-    """The last layer of a classifier or language model and its loss, on `jaxbp.linear_softmax_cross_entropy`.
+    """A `flax.nnx.Linear` with the softmax cross-entropy of its logits, on `jaxbp.linear_softmax_cross_entropy`.
 
-    It replaces a `flax.nnx.Linear` whose logits go only to a softmax cross-entropy. The constructor and the parameters
-    are the same. A call returns the logits, and `loss` returns the loss without storing the logits as a whole.
+    A call returns the logits. `loss` returns the loss without storing all logits.
+
+    `kernel` has the shape `(in_features, out_features)`, and the op wants one row per class. If the op divides the
+    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights that are
+    tied to an `Embed`, call the op instead, because they have one row per class already.
 
     Args:
       args, options: the arguments of `flax.nnx.Linear`, except `dot_general` and `preferred_element_type`, and
         `implementation`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
-
-    `kernel` has the shape `(in_features, out_features)`, and the op wants one row per class. If the op divides the
-    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. Weights that are tied
-    to an `Embed` have one row per class already: pass them to the op.
 
     Raises:
       NotImplementedError: an option of the constructor exists only in Flax.
@@ -77,18 +75,9 @@ class LinearSoftmaxCrossEntropy(Linear):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def loss(self, inputs: Any, labels: Any, *, where: Any = None) -> Array:
-        """Return the loss.
+        """Return the loss for inputs `(..., in_features)`, in the dtype of the computation.
 
-        Args:
-          inputs: an array `(..., in_features)`.
-          labels: one class per row of the inputs.
-          where: the rows that are kept, or None for all.
-
-        Returns:
-          The loss, as `reduction` says, in the dtype of the computation.
-
-        Raises:
-          TypeError, ValueError: as in `jaxbp.linear_softmax_cross_entropy`.
+        `labels`, `where`, and the errors are as in `jaxbp.linear_softmax_cross_entropy`.
         """
         x, kernel, bias = self._promoted(inputs)
         return linear_softmax_cross_entropy(
@@ -109,8 +98,8 @@ class LinearSoftmaxCrossEntropy(Linear):
 class Embed(Layer, nnx.Embed):
     """`flax.nnx.Embed` on `jaxbp.embedding`, `y = embedding[x]`.
 
-    `embedding` has the shape `(num_embeddings, features)`. `attend` multiplies by it with `jaxbp.linear`, without a
-    transpose. If `out_sharding` is given, or if there is only one embedding, Flax computes the call.
+    `embedding` has the shape `(num_embeddings, features)`. `attend` calls `jaxbp.linear`, without a transpose. If
+    `out_sharding` is given, or if there is only one embedding, Flax computes the call.
     """
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:

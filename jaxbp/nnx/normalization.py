@@ -12,8 +12,6 @@ from jaxbp.ops.norm.layer_norm import layer_norm, rms_norm
 
 
 class _Norm(Layer):
-    """The part that the normalization layers share."""
-
     axis_name: Any
     axis_index_groups: Any
 
@@ -24,13 +22,12 @@ class _Norm(Layer):
         }
 
     def _parameter(self, name: str) -> Array | None:
-        """Return scale or bias, or None if the layer does not have it."""
         parameter = getattr(self, name)
         return None if parameter is None else parameter[...]
 
 
 class _OverLastAxis(_Norm):
-    """A layer that normalizes the last axis, which the ops support, or other axes, which only Flax supports."""
+    """A layer that normalizes the last axis by an op, or other axes by Flax."""
 
     reduction_axes: Any
     feature_axes: Any
@@ -44,7 +41,7 @@ class LayerNorm(_OverLastAxis, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` on `jaxbp.layer_norm`.
 
     The variance is the mean of the squared deviations, also with `use_fast_variance=True`, which loses digits in Flax.
-    If there is a mask or an axis name, or if other axes than the last are reduced, Flax computes the call.
+    If there is a mask or an axis name, or if axes other than the last are reduced, Flax computes the call.
     """
 
     def __call__(self, x: Any, *, mask: Any = None) -> Array:
@@ -93,9 +90,8 @@ class GroupNorm(_Norm, nnx.GroupNorm):
 class BatchNorm(_Norm, nnx.BatchNorm):
     """`flax.nnx.BatchNorm` on `jaxbp.batch_norm`.
 
-    The running averages stay in the dtype of the variables `mean` and `var`, also if `dtype` is a half precision. If
-    there is a mask, if there are `axis_index_groups`, if `axis` has several axes, or if the input has no axis except
-    the channels, Flax computes the call.
+    The running averages keep the dtype of the variables `mean` and `var`. If there are a mask, `axis_index_groups`, or
+    several axes in `axis`, or if the input has only the axis of the channels, Flax computes the call.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -108,7 +104,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
         arrays = (x, *variables, self._parameter("scale"), self._parameter("bias"))
         x_, _, _, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
         lacking = {"mask": mask is not None, "an input without a batch axis": x_.ndim == 1}
-        # If it is unknown which statistics are wanted, Flax raises an error.
+        # If `use_running_average` is nowhere given, Flax raises an error.
         if self._needs_flax(x_, scale, bias, **lacking) or given is None:
             return super().__call__(x, use_running_average, mask=mask)
         y, mean, var = batch_norm(

@@ -13,7 +13,6 @@ from jaxbp.ops.conv.max_pool2d import max_pool2d
 from jaxbp.pairing import Implementation
 
 PoolPadding = str | Sequence[tuple[int, int]]
-"""The name of a padding, or one pair (before, after) per axis of the window."""
 
 
 def max_pool(
@@ -27,11 +26,11 @@ def max_pool(
     """`flax.nnx.max_pool` on `jaxbp.max_pool2d`.
 
     Args:
-      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`.
-      window_shape: one size per spatial axis. With more than two spatial axes, Flax computes the call.
+      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. If there are more than two
+        spatial axes, Flax computes the call.
+      window_shape: one size per spatial axis.
       strides: one stride per spatial axis. None means 1, unlike in `jaxbp.max_pool2d`.
-      padding: the number of -inf around the image: "SAME", "VALID", or one pair (before, after) per spatial axis.
-      implementation: as in `jaxbp.max_pool2d`.
+      padding: "SAME", "VALID", or one pair (before, after) per spatial axis, filled with -inf.
 
     Raises:
       TypeError: the inputs are not floating.
