@@ -740,15 +740,12 @@ CORPUS = (
 
 HEAD = """# Wrong backwards
 
-| question | answer |
-|---|---|
-| what is this page? | a list of wrong backwards from the code of other projects, each rewritten as a small pair |
-| does `jaxbp.verify.check` find them? | yes, all of them; the table gives the data that reveals each mistake |
-| where is the code? | `tests/jaxbp/verify/wrong_backwards.py`, which generates this page |
+This page lists wrong backwards from the code of other projects, each rewritten as a small pair. `jaxbp.verify.check`
+finds all of them. `tests/jaxbp/verify/wrong_backwards.py` has their code and generates this page.
 
-Most of these backwards passed tests of the other projects. Those tests used a dy of ones, square matrices, positive
-numbers, numbers away from 0, or a single row. A check therefore adds data to the user's data, and this list determined
-which data it adds. In the table, "own data" is the user's data, and all other names are added data.
+Most of these backwards passed the tests of their projects, which used a dy of ones, square matrices, positive numbers,
+or a single row. A check therefore adds [data](numerics.md#added-data) to the user's data. In the table, "own data" is
+the user's data.
 
 | op | mistake | reported in | argument and data of the first failure, and the reported cause |
 |---|---|---|---|
