@@ -73,14 +73,14 @@ def provenance(name: str, report: Report) -> str:
     if "copy_bytes_per_second" in report:
         precisions = report["precision"].split(", ")
         computed = [rate(report["operations_per_second"][precision], "FLOP/s") for precision in precisions]
-        where += f"; in this run, a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
-        where += f" and a matrix product computed {' and '.join(computed)}"
+        where += f"; measured here: copy {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f", matrix product {' and '.join(computed)}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
     errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
-        parts.append(f"Largest error of a result against float64: {', '.join(largest)}.")
+        parts.append(f"Largest error against float64: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
         parts.append("\\*: the device waited for the host, so the device takes less time than this.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])
