@@ -1,18 +1,10 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-The roofline is the longest of three times:
-
-- The time to read every argument that the results depend on, and to write every result. A copy reads and writes the
-  smaller amount, and the rest is only read or only written. A cache is faster than memory, so the rates depend on the
-  working set, which is the number of bytes that a program touches. A rate is the best one measured with a working set
-  of this size or larger.
-- The time for the multiplications and additions of matrix products and convolutions, at the best rate of a few large
-  matrix products of the same dtype and precision.
-- The time for other arithmetic, such as the gates of an automaton, if the workload states its least amount. It counts
-  at the rate of products at the highest precision, which is the rate of float32 on the CUDA cores.
-
-The rates are the best of several short rounds, before the power limit lowers the GPU's clock. The roofline counts no
-time for launches or for intermediate results.
+docs/benchmarks.md defines the roofline. A cache is faster than memory, so the rate of bytes depends on the working set,
+which is the number of bytes that a program touches. Bytes that are both read and written count at the rate of a copy,
+and the rest at the rate of only reading or only writing. Arithmetic outside of products counts at the rate of products
+at the highest precision, which is the rate of float32 on the CUDA cores. The rates are the best of several short
+rounds, before the power limit lowers the GPU's clock. Launches and intermediate results count no time.
 """
 
 import functools
