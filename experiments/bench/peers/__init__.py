@@ -61,7 +61,7 @@ Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 
 The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small` in the order of
 jaxbp's function, or None. A variant with other arguments than the task's also returns `reference`, the float64 results
-to compare with. A variant without an error returns the reason as `error_reason`.
+to compare with. A variant whose error cannot be measured may return the reason as `error_reason`.
 """
 
 
