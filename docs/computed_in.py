@@ -1,6 +1,6 @@
 """Find the dtypes in which ops compute, by walking the jaxprs of each op, its gradient, and the kernels in both.
 
-Nothing runs. The body of a kernel is traced in the form that is lowered for a GPU. docs/tables.py includes `table`.
+The body of a kernel is traced in the form that is lowered for a GPU. Nothing runs.
 """
 
 import functools
@@ -19,14 +19,14 @@ SUMS = "reduce_sum reduce_window_sum reduce_prod cumsum cumprod cumlogsumexp psu
 FUNCTIONS = "exp exp2 expm1 log log1p logistic tanh sin cos tan erf erfc erf_inv rsqrt sqrt cbrt pow div integer_pow"
 PRIMITIVES = {
     "sums": {*SUMS.split(), "select_and_scatter_add", "wgmma_ref"},
-    # Kernels and formulas also compute sums by loops of these operations.
+    # Loops of these operations also compute sums.
     "terms": {"add", "sub"},
-    # XLA's products add up in float32, and round to the dtype of their result.
+    # XLA's products are summed in float32, and rounded to the dtype of their result.
     "products": {"dot_general", "conv_general_dilated", "ragged_dot_general"},
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""The products of kernels. The first operand is the accumulator."""
+"""The products in kernels. The first operand is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -41,12 +41,11 @@ ADD_IN_HALF = {
     "layer_norm_linear",
     "mlp_softmax_cross_entropy",
 }
-"""Ops that add a bias in half precision to a product that is already rounded. The addition is not a sum over an axis,
-and costs one more rounding, independent of the sizes."""
+"""Ops that add a bias in half precision to a rounded product. It costs one more rounding, whatever the sizes."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" with their gradients, and for the
-residuals "kept" for the backward, which may be the "inputs"."""
+"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" and gradients, and for the residuals
+that are "kept" for the backward, which may be the "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -56,7 +55,7 @@ residuals "kept" for the backward, which may be the "inputs"."""
 def found(name: str, implementation: str, dtype: str) -> Found:
     """Return the dtypes in which an op computes, in its small case and its real cases.
 
-    Backwards, and ops that run the kernels of another op, skip the real cases.
+    Real cases are skipped for backwards, and for ops that run the kernels of another op.
     """
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
@@ -116,7 +115,7 @@ HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, root
 
 
 def table() -> str:
-    """Return a table with one line per group of ops with the same dtypes, and one column per kind of computation."""
+    """Return a table with one line per group of ops with equal dtypes, and one column per kind of computation."""
     names = [name for name in ENTRIES if "_backward" not in name and "_with_" not in name]
     lines: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -131,7 +130,7 @@ def table() -> str:
             "",
             f"Results and gradients have the dtype {_text(results)}. *half* is the dtype of the inputs, "
             f"{' or '.join(HALVES)}. XLA's products are summed in float32, and then rounded to the dtype in the table. "
-            "The mark \\* means that a bias is added in half precision to a product that is already rounded.",
+            "\\*: a bias is added in half precision to a rounded product.",
         ]
     )
 
@@ -147,6 +146,6 @@ def _text(dtypes: set[str]) -> str:
 
 
 def _order(cells: tuple[str, ...]) -> tuple:
-    """Return a key that sorts ops that compute less before ops that compute more."""
+    """Return a sort key that puts ops that compute less first."""
     implementation, sums, products, functions, kept = cells
     return bool(products), "*" in sums, bool(sums), bool(functions), kept, implementation == "pallas"

@@ -1,4 +1,4 @@
-"""Build the formula sheet from the docstrings of the ops, one page per family of ops, when the site is built."""
+"""Build the formula sheet from the docstrings of the ops, one page per family of ops."""
 
 import inspect
 import itertools
@@ -14,7 +14,7 @@ import typeset
 from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:", "Source")
-"""The headings of the parts of a docstring that contain no formula."""
+"""Headings of the parts of a docstring without formulas."""
 
 
 def write(folder: Path) -> None:
@@ -26,7 +26,7 @@ def write(folder: Path) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return name of a family -> its page in Markdown."""
+    """Return a dict from the name of a family of ops to its page in Markdown."""
     families: dict[str, list[Entry]] = {}
     for entry in CATALOGUE:
         families.setdefault(entry.function.__module__, []).append(entry)
@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    # The first sentence may continue after the title: "Max-pooling: the forward keeps ...", "Convolution, which ...".
+    # The first sentence may continue after the title, as in "Max-pooling: the forward keeps ...".
     sentence = " ".join(first.split())
     title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]
@@ -45,7 +45,7 @@ def _page(module: typing.Any, entries: list[Entry]) -> str:
 
 
 def _entry(entry: Entry) -> Iterator[str]:
-    """Yield the name of an op, its signature with a link to its source, and the formula parts of its docstring."""
+    """Yield the name of an op, its signature, the parts of its docstring with formulas, and its source."""
     yield f"## {entry.name}"
     signature = inspect.signature(entry.function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
@@ -60,7 +60,7 @@ def _entry(entry: Entry) -> Iterator[str]:
 
 
 def with_math(paragraph: str) -> str:
-    """Return the paragraph with its inline and block formulas as LaTeX. Other code stays code."""
+    """Return the paragraph with its formulas as LaTeX. Other code stays code."""
     if paragraph.startswith("    "):
         parts = [part.strip() for part in re.split(r"\n|(?<=,)\s{2,}", paragraph)]
         formulas = [(typeset.latex(part.rstrip(",.")), part) for part in parts]
@@ -76,7 +76,7 @@ def with_math(paragraph: str) -> str:
 
 
 def _shapes(function: Callable) -> Iterator[str]:
-    """Yield the shapes of the arrays among a function's parameters and results, as lines of a list."""
+    """Yield lines of a list: the shapes of the arrays among a function's parameters and results."""
     for name, annotation in typing.get_type_hints(function).items():
         shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in _flat(annotation)]
         if shapes and name == "return":
@@ -86,7 +86,7 @@ def _shapes(function: Callable) -> Iterator[str]:
 
 
 def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
-    """Yield the array annotations among the alternatives of a union and the parts of a tuple."""
+    """Yield the array annotations in a union or a tuple."""
     if hasattr(annotation, "dim_str"):
         yield annotation
     for part in typing.get_args(annotation):

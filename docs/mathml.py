@@ -32,8 +32,7 @@ def _visit(translator: HTML5Translator, node: Element) -> None:
 def _for_docutils(tex: str) -> str:
     """Return LaTeX that docutils renders as TeX renders `tex`.
 
-    docutils draws the subscript of an accented letter directly below the letter, like a limit. In words, it prints the
-    backslash of `\\_`.
+    docutils draws the subscript of an accented letter below the letter, and prints the backslash of `\\_` in words.
     """
     tex = ACCENT_WITH_INDEX.sub(r"\1{}_", tex)
     return WORD.sub(lambda word: word[0].replace(r"\_", "_"), tex)

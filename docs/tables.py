@@ -3,16 +3,14 @@
     python docs/tables.py            # rewrite stale pages and charts
     python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any
 
-In a page, a table is between two marks. The first mark says how the table is made:
+A table in a page is between two marks. The first mark says how the table is made:
 
     <!-- table: works backwards op=conv2d_* -->
     ...
     <!-- end -->
 
 Here `works` is a key of `TABLES`, and `backwards` is the file docs/results/backwards.json. The name of a file may
-be a pattern. `op=` keeps the rows whose op matches, and further options go to the function. If the file is missing, one
-line says so instead of the table. `computed_in` needs no file, because it reads what JAX traces. `CHARTS` are pictures
-made from the same files.
+be a pattern. `op=` keeps the rows whose op matches, and other options go to the function of the table.
 """
 
 import argparse
@@ -55,7 +53,7 @@ def stale() -> dict[Path, str]:
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have tables. The lab's diary keeps the figures of its day."""
+    """Return the pages that may have tables. Pages of the lab keep the figures of their day."""
     docs = measurements.DOCS
     return [docs.parent / "README.md", *(path for path in sorted(docs.rglob("*.md")) if not is_diary(path))]
 
@@ -65,7 +63,7 @@ def is_diary(page: Path) -> bool:
 
 
 def render(text: str, page: Path) -> str:
-    """Return the page with new tables. Their links are relative to docs/ and become relative to the page."""
+    """Return the page with new tables, whose links become relative to the page."""
     to_docs = os.path.relpath(measurements.DOCS, page.parent)
 
     def table(match):

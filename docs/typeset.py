@@ -2,7 +2,7 @@
 
     dx[n] = Σ_k dy[n, k] w[k]²   ->   \\mathit{dx}_{n} = \\sum_{k} \\mathit{dy}_{n, k}\\,w_{k}^{2}
 
-Text that is not entirely a formula, such as a function call, has no LaTeX and stays code.
+Other text, such as a function call, stays code.
 """
 
 import re
@@ -14,7 +14,7 @@ NAMES = """
     up upper var z_loss
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
-"""Variables with more than two letters. Text with any other word is not a formula."""
+"""Variables with more than two letters. Text with any other long word is not a formula."""
 WORDS = {"where", "else", "over", "of", "and", "with"}
 SIGNS = {
     "Σ": r"\sum ",
@@ -56,7 +56,7 @@ def latex(formula: str) -> str | None:
             parts.append(" ")
             continue
         kind = "word" if text in WORDS else kind
-        # Adjacent factors are a product. LaTeX adds the spaces around signs and words.
+        # Adjacent factors are a product.
         if parts and parts[-1] == " " and last in END_FACTOR and kind in BEGIN_FACTOR:
             parts[-1] = r"\,"
         if kind == "open":

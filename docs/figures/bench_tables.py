@@ -28,16 +28,16 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "peer_memory": ("temporaries of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporaries of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
 }
-"""Optional columns of `works`: the heading, and a function from a workload's rows to the cell."""
+"""Optional columns of `works`: the heading, and a function that makes the cell from the rows of a workload."""
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return the precision of two rows' products, or "" if they have none. One word is enough if they are equal."""
+    """Return the precisions of two rows' products, one word if they are equal, or "" without products."""
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with one line per workload and batch, and one column of times per jaxbp implementation."""
+    """Return a table with one line per workload and batch, and one column per implementation of jaxbp."""
     rows = all_rows(reports)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -50,7 +50,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def variants(reports: Reports) -> str:
-    """Return a table with one line per implementation or variant of a peer, and one column of times per workload."""
+    """Return a table with one line per implementation or variant of a peer, and one column per workload."""
     rows = all_rows(reports)
     peers = {row["implementation"] for row in rows if row.get("peer")}
     columns = {}
@@ -68,7 +68,7 @@ def variants(reports: Reports) -> str:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Return the workloads where the time of `None` divided by autodiff's time is outside a band. Count the others."""
+    """Return the workloads whose ratio of the times of `None` and autodiff is outside a band. Count the others."""
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
@@ -81,7 +81,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
 
 
 def formulations(reports: Reports) -> str:
-    """Return a table with one line per variant of a peer: its time, divided by the time of the fastest variant."""
+    """Return the time of each variant of a peer, divided by the time of the fastest variant."""
     columns = {}
     for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
         fastest = min(time(row) for row in group.values() if time(row))
@@ -92,7 +92,7 @@ def formulations(reports: Reports) -> str:
 
 
 def slower(reports: Reports) -> str:
-    """Return the workloads in which the kernels of "pallas" are slower than autodiff, in the newest run of each."""
+    """Return the workloads in which "pallas" is slower than autodiff, in the newest run of each."""
     newest = {}
     for name, report in reports.items():
         rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
@@ -111,7 +111,7 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Return a table with one line per workload, batch, and dtype, relative to float32 in the same run."""
+    """Return the speedup and the memory of each workload, batch, and dtype, relative to float32 in the same run."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from figures.measurements import Report, Reports, Row, grouped, rows_of, time, waits_for_host
 
 WHY = "why not faster"
-"""Heading of the summary's column of prose."""
+"""Heading of the column of reasons in the summary."""
 
 
 def number(value: float | None) -> str:
@@ -61,7 +61,7 @@ def link(name: str) -> str:
 
 
 def provenance(name: str, report: Report) -> str:
-    """Return the lines below a table: device, date, command, and the largest errors against float64."""
+    """Return the lines below a table: device, versions, date, rates, errors, and command."""
     versions, rows = report.get("versions", {}), rows_of(report)
     shown = ["jax", *(name for name in versions if name not in ("python", "jax", "jaxlib", "jaxbp", "numpy"))]
     libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
@@ -73,16 +73,16 @@ def provenance(name: str, report: Report) -> str:
     if "copy_bytes_per_second" in report:
         precisions = report["precision"].split(", ")
         computed = [rate(report["operations_per_second"][precision], "FLOP/s") for precision in precisions]
-        where += f"; in this run, a copy moved {rate(report['copy_bytes_per_second'], 'B/s')}"
-        where += f" and a matrix product computed {' and '.join(computed)}"
+        where += f"; measured here: copy {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f", matrix product {' and '.join(computed)}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
     errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
-        parts.append(f"Largest error of a result against float64: {', '.join(largest)}.")
+        parts.append(f"Largest error against float64: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
-        parts.append("\\*: the device waited for the host, so the device takes less time than this.")
+        parts.append("\\*: the device waited for the host, so it takes less time than this.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])
 
 
@@ -91,7 +91,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command of a run. Two scripts have moved since then. Others exist only in the history."""
+    """Return the command of a run with the present names of two scripts. Other old scripts need their commit."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

@@ -1,4 +1,4 @@
-"""Charts of horizontal bars: the speedups of the summary, and the percentage of the roofline of each kernel."""
+"""Charts of horizontal bars: speedups, and percentages of the roofline."""
 
 import html
 import math
@@ -19,18 +19,18 @@ STYLE = """
   }
   text { font: 13px system-ui, sans-serif }
 """
-"""The background of a picture keeps it readable if the page's color scheme differs from the browser's. The outline of a
-`value` has the background's color, so that grid lines do not cross the text."""
+"""A picture has a background, because the color scheme of the page may differ from the browser's. The outline of a
+`value` has the color of the background, so that grid lines do not cross the text."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
 """Pixels: width of the picture, of the names, and of the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""Class of the bar, its two ends as shares of the axis, and the text after it."""
+"""Class of the bar, its two ends as shares of the axis, and the text after the bar."""
 
 
 def speed() -> str:
-    """Return the chart of the README: the speedups over autodiff and over the best peer for each family."""
+    """Return the chart of the speedups over autodiff and over the best peer for each family."""
     families = {family.name: family.speedups() for family in FAMILIES}
     values = [value for both in families.values() for value in both if value]
     low, high = min([0.5, *values]), max([2.0, *values])
@@ -54,7 +54,7 @@ def speed() -> str:
 
 
 def floors() -> str:
-    """Return the chart of the percentage of the roofline that each kernel reaches, at its worst and best size."""
+    """Return the chart of the percentages of the roofline of each kernel, at its worst and best size."""
     bars = {}
     for name, shares in sorted(kernel_shares().items(), key=lambda item: (-max(item[1]), item[0])):
         worst, best = min(shares), max(shares)
@@ -66,10 +66,7 @@ def floors() -> str:
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """Return the share of the roofline at each measured size, for each kernel with its dtype and layout.
-
-    If several runs measured the same size, the newest counts.
-    """
+    """Return the shares of the roofline of each kernel, one per size, from the newest run."""
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
         if row.get("implementation") == "pallas" and row.get("floor_fraction"):
@@ -85,7 +82,7 @@ def kernel_shares() -> dict[str, list[float]]:
 def chart(
     title: str, legend: Mapping[str, str], ticks: Mapping[float, str], bars: Mapping[str, Sequence[Sequence[Bar]]]
 ) -> str:
-    """Return a picture of horizontal bars. Each name has lines, and each line has consecutive bars."""
+    """Return a picture of horizontal bars. A name may have several lines, and a line several bars."""
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
         return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'

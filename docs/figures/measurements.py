@@ -9,15 +9,15 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
-"""Implementations in order of preference. The first one with a time in the run represents jaxbp in a summary."""
+"""The first of these implementations with a time represents jaxbp in a summary."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this share of the time, the host limits the measured time. The report
-of the bench uses the same number."""
+"""If the host waits for the device for less than this share of the time, the host limits the measured time. It equals
+`HOST_BOUND` in experiments/bench/report.py."""
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
 Reports = Mapping[str, Report]
-"""Name of a file -> its run, the oldest run first."""
+"""Dict from the name of a file to its run, the oldest run first."""
 
 
 def load(pattern: str) -> dict[str, Report]:
@@ -40,18 +40,18 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Yield a title for each workload and batch, with its rows by implementation."""
+    """Yield the title and the rows by implementation of each workload and batch."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
         if not any(map(has_products, named.values())):
             title = title.removesuffix(" at default precision")
-        # The place of a norm, such as 65536x1024, begins with its batch.
+        # The size of a norm, such as 65536x1024, begins with its batch.
         yield title if batch is None or f"{batch}x" in work else f"{title}, batch {batch:,}", named
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return the rows of each key, with the keys in order of first appearance."""
+    """Return the rows of each key, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -63,12 +63,12 @@ def time(row: Row | None) -> float | None:
 
 
 def library(rows: Mapping[str, Row]) -> Row | None:
-    """Return the row that represents jaxbp, the preferred implementation's row."""
+    """Return the row of the preferred implementation, which represents jaxbp."""
     return next((rows[name] for name in PREFERRED if time(rows.get(name)) is not None), None)
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of JAX's autodiff: of the op's definition, or of a baseline in plain JAX."""
+    """Return the fastest row of JAX's autodiff, of the op's definition or of a baseline in plain JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 
@@ -85,8 +85,8 @@ EXACT = 1e-5
 def products(row: Row | None) -> str:
     """Return the precision in which a row computes its products, or "" if it has none.
 
-    At the default precision, every row is allowed TF32, and the error tells whether a row uses it. jaxbp's kernels may
-    use TF32 only at large batches. If the error was measured at a smaller batch, the result is therefore "TF32".
+    At the default precision, TF32 is allowed, and the error tells whether a row uses it. jaxbp's kernels may use TF32
+    only at large batches, so the result is "TF32" if the error was measured at a smaller batch.
     """
     if row is None or not has_products(row):
         return ""

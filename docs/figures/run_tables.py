@@ -1,4 +1,4 @@
-"""Tables of runs other than the bench: trainings, studies over seeds, profiles, checks, and several devices."""
+"""Tables of trainings, studies over seeds, profiles, checks, and several devices."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cell for each heading. Automata count exact runs; other models have an accuracy."""
+    """Return the cell for each heading. Automata count exact runs, and other models have an accuracy."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -103,7 +103,7 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 def profile(reports: Reports) -> str:
     """Return a table of the kernels that took at least 5 µs in a run of experiments/studies/profiles.py.
 
-    Times of all launches of a kernel in a workload are added, and percentages are averaged with these times as weights.
+    The times of a kernel's launches in a workload are added, and are the weights in the averages of its percentages.
     """
     lines = []
     kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
@@ -130,7 +130,7 @@ def profile(reports: Reports) -> str:
 
 
 def accuracy(reports: Reports) -> str:
-    """Return a table with one line per op and its backwards: the largest error as a percentage of the allowed error."""
+    """Return the largest error of each op and its backwards, as a percentage of the allowed error."""
     rows = all_rows(reports)
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     lines = []
@@ -151,14 +151,14 @@ def fuzz(reports: Reports) -> str:
     lines = []
     for name, run in reports.items():
         counts = (run["cases"], run["refused"], len(run["failures"]))
-        crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # it would have ended the run
+        crashed = f"{len(run['crashes']):,}" if "crashes" in run else ""  # a crash would have ended an older run
         cells = (f"{devices({name: run})}, {day(run)}", *map("{:,}".format, counts), crashed, number(run["seconds"]))
         lines.append([f"[seed {run['seed']}](results/{name}.json)", *cells])
     return markdown(["run", "device", "cases", "unsupported by a kernel", "failed", "crashed", "seconds"], lines)
 
 
 def steps(reports: Reports) -> str:
-    """Return a table with one line per step of the tutorial of a faster kernel."""
+    """Return a table with one line per step of docs/tutorial_faster.md."""
     lines = [
         [row["step"], number(row["microseconds"]), percent(row["roofline_share"])]
         for report in reports.values()
@@ -171,8 +171,7 @@ def steps(reports: Reports) -> str:
 
 
 def frozen(reports: Reports) -> str:
-    """Return a table with one line per implementation. It compares the gradients of the adapters alone with all
-    gradients."""
+    """Return a table that compares the gradients of the adapters with all gradients, per implementation."""
     (report,) = reports.values()
     lines = []
     for implementation, rows in grouped(report["rows"], lambda row: row["implementation"]).items():
@@ -191,7 +190,7 @@ SAYS_NOTHING = ("failed", "timed out")
 
 
 def sanitizer(reports: Reports) -> str:
-    """Return the newest conclusive outcome of each compute-sanitizer tool. Ops with equal outcomes share one line."""
+    """Return the newest conclusive outcome of each tool of compute-sanitizer. Ops with equal outcomes share a line."""
     rows = all_rows(reports)
     tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
@@ -205,9 +204,9 @@ def sanitizer(reports: Reports) -> str:
 
 
 def many_devices(reports: Reports) -> str:
-    """Return a table with one line per step. It compares one device, a mesh of one, and a mesh of all.
+    """Return a table that compares one device, a mesh of one, and a mesh of all devices, per step.
 
-    Each device has the same number of examples in all three.
+    Each device has the same number of examples in each of the three.
     """
     (report,) = reports.values()
     lines = [
@@ -230,7 +229,7 @@ def step(row: Row) -> str:
 
 
 def communication(reports: Reports) -> str:
-    """Return a table with one line per step: its communication, and the batch where that is a twentieth of the time."""
+    """Return the communication of each step, and the batch at which it takes a twentieth of the time."""
     compiled, *measured = reports.values()
     model = summing(compiled, *measured) if measured else None
     lines = []
@@ -246,13 +245,12 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a model: workload -> microseconds of a sum over the compiled devices, and the batch for 95% efficiency.
+    """Return a function from a workload to the microseconds of a sum of its gradients over the compiled devices, and
+    the batch for 95% efficiency.
 
-    The model assumes that a step takes longer on the measured devices than on one device by the time of one sum. A line
-    fitted to all steps gives the time per hop and the time per byte. A tree over n devices has log2 n hops, and each
-    link moves 2 (n - 1)/n times the bytes. The time of a step on one device is linear in the batch, through the first
-    and the last measured time. With only one measured time, it is proportional to the batch. At the returned batch, a
-    step on one device takes 19 times as long as the sum.
+    docs/benchmarks/devices.md describes the model of the sum. The time of a step on one device is a line through the
+    first and the last measured time, or proportional to the batch if there is one time. At the returned batch, a step
+    on one device takes 19 times as long as the sum.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
@@ -275,8 +273,7 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
 
 
 def programs(reports: Reports) -> str:
-    """Return a table with one line per public program and dtype: the lines that changed, and the difference of the
-    losses."""
+    """Return the changed lines and the differences of the losses for each public program and dtype."""
     lines = []
     for row in all_rows(reports):
         at = f"https://github.com/{row['repository']}/blob/{row['commit']}/{row['path']}"
@@ -304,7 +301,7 @@ def programs(reports: Reports) -> str:
 
 
 def computed_in(reports: Reports) -> str:
-    """Return the table of `docs/computed_in.py`, which needs no run."""
+    """Return the table of docs/computed_in.py, which needs no run."""
     from computed_in import table
 
     return table()

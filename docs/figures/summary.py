@@ -36,15 +36,15 @@ FAMILIES = (
     Family("LeNet training step, batch 128", "lenet", "lenet", "lenet training step, batch 128",
            "Many short kernels run, and each takes longer to launch than to run."),
     Family("LeNet training step, batch 8192", "lenet", "lenet", "lenet training step, batch 8192",
-           "Shared memory transposes or routes operands before the tensor cores read them."),
+           "Operands are transposed or routed in shared memory before the tensor cores read them."),
     Family("LeNet training step, batch 8192, exact float32", "lenet", "lenet-exact", "lenet training step, batch 8192",
            "The convolutions run on the CUDA cores."),
     Family("LayerNorm backward, 65536x1024, bfloat16", "norm", "layer_norm", "layer_norm_backward 65536x1024",
            "Warps wait at the sums of each row, and few CTAs fit a multiprocessor's registers."),
     Family("LayerNorm backward, 32768x4096, bfloat16", "norm", "layer_norm", "layer_norm_backward 32768x4096",
-           "The same."),
+           "See the row above."),
     Family("RMSNorm backward, 16384x4096, bfloat16", "norm", "layer_norm", "rms_norm_backward 16384x4096",
-           "The same."),
+           "See the row above."),
     Family("LayerNorm + Linear, 65536x(1024->1024), bfloat16", "norm", "layer_norm_linear",
            "layer_norm_linear fwd+bwd 65536x1024x1024", "Three matrix products run at the GPU's power limit."),
     Family("LayerNorm + Linear, 262144x(256->256), bfloat16", "norm", "layer_norm_linear",
@@ -57,8 +57,7 @@ FAMILIES = (
     Family("logic network step, 6x64000, batch 128", "logic", "logic", "logic training step 6x64000, batch 128",
            "The L2 cache bounds each layer, and Adam passes over all logits."),
     Family("convolutional gates, M for MNIST, batch 128", "logic", "logic-conv", "logic-conv training step mnist-m",
-           "Instructions of the trees and their latency bound the time. The leaves' gradients are written and read "
-           "again."),
+           "The trees' instructions and their latency bound the time. The leaves' gradients are read again."),
     Family("automaton step, 16x16, 20 ticks, batch 2", "logic", "automaton", "automaton training step 16x16",
            "The layers of a tick run one after another. Each gathers from shared memory, and the cells are too few to "
            "hide the latency."),
@@ -67,14 +66,14 @@ FAMILIES = (
            "Images are transposed to the batch-last layout that the kernel reads."),
     Family("convolution, gradient of the weights, conv2, exact", "conv", "backwards",
            "conv2d_backward_weights conv2 at highest",
-           "The same, and the products run on the CUDA cores."),
+           "Images are transposed, and the products run on the CUDA cores."),
     Family("convolution, gradient of the bias, conv1", "conv", "backwards", "conv2d_backward_bias conv1",
            "The kernel needs a transpose. `None` takes XLA's sum, which does not."),
     Family("convolution, ReLU, pool backward, block 1", "conv", "backwards",
            "conv2d_relu_max_pool2d_backward block1 at default",
            "Shared memory bounds the time, because every image is read once per position of a maximum."),
     Family("convolution, ReLU, pool backward, block 1, exact", "conv", "backwards",
-           "conv2d_relu_max_pool2d_backward block1 at highest", "The same."),
+           "conv2d_relu_max_pool2d_backward block1 at highest", "See the row above."),
     Family("max-pool backward, overlapping windows", "conv", "backwards", "max_pool2d_backward overlapping",
            "The kernel needs transposes. `None` takes the formula, which does not."),
     Family("softmax and cross-entropy backward", "dense", "backwards-losses", "softmax_cross_entropy_backward classes",
@@ -85,8 +84,7 @@ FAMILIES = (
 
 
 def summary(reports: Reports) -> str:
-    """Return a table with one line per family: times, speedups, precision, % of roofline, and why jaxbp is not
-    faster."""
+    """Return a table with one line per family."""
     lines, measured = [], {}
     for family in FAMILIES:
         title = f"[{family.name}](benchmarks/{family.page}.md)"
@@ -111,7 +109,7 @@ def summary(reports: Reports) -> str:
 
 
 def with_name(row: Row | None, known: str = "") -> str:
-    """Return the time of a row with the name of its variant, without the part of the name that is known."""
+    """Return the time of a row with the name of its variant, without the prefix `known`."""
     if row is None:
         return ""
     name = row["implementation"].removeprefix(known)

@@ -1,41 +1,27 @@
-"""Time every op of jaxbp, and the training steps of LeNet and of logic networks, in one run.
+"""Time the ops of jaxbp and training steps.
 
     python -m experiments.bench                                        # everything
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
     python -m experiments.bench logic-conv:mnist-m                     # at one size
-    python -m experiments.bench all --peers --json results.json        # and PyTorch on the same arrays
+    python -m experiments.bench all --peers --json results.json        # and other libraries on the same arrays
     python -m experiments.bench --quick --json new.json                # times of one workload per family
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
-A backward is timed without its forward, and a forward with its gradient (`fwd+bwd`). A training step of LeNet consists
-of forward, backward, and SGD. A training step of a logic network consists of forward, backward, and Adam. The inputs of
-a logic network are random bits; the inputs of a convolutional one are random numbers.
+docs/benchmarks.md defines the times, the roofline, the memory, and the errors. A program has at most 32 calls, so at
+small batches its arrays may fit in the GPU's cache. The error of a peer is the error of its eager functions. `"pallas"`
+has no row if the workload launches no kernel of jaxbp, or if there is no GPU.
 
-- Time is device time. Calls follow each other inside one compiled program, each with different arrays. Together the
-  arrays exceed the GPU's cache, except at small batches, because a program has at most 32 calls. Further programs are
-  queued behind it. The time is the median of several rounds, and their spread is the noise. On a GPU, a program first
-  runs for a while, so that the clock has reached its speed under load. The power limit may have lowered it.
-- The roofline is the least time that this GPU allows for a workload: see `experiments/bench/roofline.py`.
-- Memory is XLA's account of the compiled program: the arguments, results, and temporaries of one call.
-- The error is the largest ‖result - reference‖ / ‖reference‖ over all results, against float64, at a smaller batch. The
-  error of a peer is the error of its eager functions.
-- Compile seconds cover one call, from Python to the executable, with nothing else running. `--compile-seconds` measures
-  them.
-- `"pallas"` has no row if the workload runs no jaxbp kernel. Without a GPU, it has no rows.
-- `--quick` measures only times, because compiling further programs for memory and errors would take longer. It selects
-  the first workload of each module of ops and of each kind of training step, except the training step of an automaton,
-  at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round. With
-  `--peers`, all numbers are measured. After 90 seconds, no further row is started, and the report names the missing
-  rows.
+`--quick` measures only times, for the first workload of each module of ops and of each kind of training step except the
+automaton's, at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round.
+With `--peers`, memory and errors are also measured. After 90 seconds, no further row is started.
 
-The JSON file is written after every row. In addition to the fields of every result file
-(`experiments/output/results.py`), it contains:
+The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
-    dtype, precision       of the arrays, and the precision that products of float32 are allowed
-    settling_seconds       the longest time that a program runs before its first round, to reach a steady speed
+    dtype, precision       the dtypes of the arrays, and the precisions that products of float32 are allowed
+    settling_seconds       the longest time that a program runs before its first round
     copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this GPU, in the first of the dtypes: see `roofline.measured_rates`
+                           the rates of this GPU, in the first dtype: see `roofline.measured_rates`
     rows                   one object per row: see `rows.Case`
     complete               whether every row was measured
     missing                the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
@@ -67,8 +53,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 90.0
-"""The default time limit of a quick run in seconds. On an H200, compiling all its programs takes more than three
-minutes."""
+"""The default time limit of a quick run in seconds. Compiling all its programs takes longer on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +65,25 @@ class BenchConfig:
     quick: bool = False
     """Measure only times, for one workload per family at one batch size, with "pallas" and "None"."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default, those in the published tables; without a GPU, 256 for ops and 128 for training steps."""
+    """Batch sizes. By default, those of docs/benchmarks; without a GPU, 256 for ops and 128 for most training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
     """Dtypes of the arrays. Training steps keep their parameters in float32, and scale their loss in float16."""
     precision: tuple[Literal["default", "highest"], ...] = ("default",)
-    """Precisions of float32 products: the default (TF32 is allowed on a GPU), or true float32. Each has rows."""
+    """Precisions of float32 products: the default (TF32 is allowed on a GPU), or exact float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
     """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
-    """Time ops on arrays with the batch as the last axis. Kernels pass arrays to each other so, without transposes."""
+    """Time ops on arrays with the batch as the last axis, as kernels pass arrays to each other."""
     peers: bool = False
-    """Also time the other libraries that are installed: PyTorch, Liger-Kernel, QuACK, tokamax, torchlogix."""
+    """Also time the installed peers, such as PyTorch, Liger-Kernel, QuACK, cuDNN, tokamax, and torchlogix."""
     peer_variants: VariantChoice = "best"
-    """best: the fastest variant of each library; all: also the eager variants, both precisions, every formulation."""
+    """best: the fastest variant of each peer; all: also the eager variants, both precisions, every formulation."""
     compile_seconds: bool = False
-    """Time the compilation of every row. Programs then compile one after the other, not concurrently."""
+    """Time the compilation of every row. Programs then compile one after the other."""
     time_limit: float | None = None
     """Seconds after which no further row is started. With `quick`, the default is 90."""
     seconds: float = 0.03
-    """Least time of a round. The clock of a GPU at its power limit oscillates about once per second; 1 averages it."""
+    """Least time of a round. At its power limit, a GPU's clock oscillates about once per second; 1 averages it."""
     json: Path | None = None
     """File for the rows. It is written after each row."""
 
@@ -124,7 +109,7 @@ def _main(config: BenchConfig, command: str) -> int:
 
 
 def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
-    """Return whether one of jaxbp's implementations failed. Refusing the case as unsupported is not a failure."""
+    """Return whether one of jaxbp's implementations failed, other than as unsupported."""
     return row["peer"] is None and row["failed"] is not None and not row["failed"].startswith("NotImplementedError")
 
 
@@ -142,11 +127,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report, which is written after every row.
-
-    Args:
-      started: the start of the time limit, from `time.monotonic`.
-    """
+    """Time the workloads and return the report. `started` is the start of the time limit, from `time.monotonic`."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
@@ -184,7 +165,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     if config.quick:
         batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
     cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
-    # The precision changes only products of float32, so other workloads have rows at one precision.
+    # The precision changes only products of float32.
     cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
     note_progress(report, cases)
     try:
@@ -198,13 +179,13 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
 
 
 def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    """Return the end of a row's title, which names the dtype and the precision if the run has several."""
+    """Return the end of a row's title: the dtype and the precision if the run has several."""
     in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
     return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Record in the report which rows of the cases are missing."""
+    """Record in the report which rows are missing."""
     measured = {(row["work"], row["batch"], row["implementation"]) for row in report["rows"]}
     report["missing"] = [
         f"{case.title}, {name}"

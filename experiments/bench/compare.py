@@ -4,8 +4,8 @@
     python -m experiments.bench compare old.json new.json --threshold 0.1
 
 A row is slower if its median exceeds the old median by more than the threshold and its fastest round took longer than
-the slowest old round. A row that fails only in the new run also counts as slower. Rows of peers are left out, because
-they time no jaxbp code. The exit code is 1 if a row is slower, and 2 if the files cannot be compared.
+the slowest old round, or if it fails only in the new run. Rows of peers are left out. The exit code is 1 if a row is
+slower, and 2 if the files cannot be compared.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 Verdict = Literal["slower", "faster", "the same", "fails", "works again"]
 SLOWER = ("slower", "fails")
 FIELDS = ("work", "batch", "dtype", "precision", "implementation")
-"""The fields of a row by which the rows of two runs are matched."""
+"""The fields by which the rows of two runs are matched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class CompareConfig:
     new: Annotated[Path, tyro.conf.Positional]
     """A later file that the bench wrote on the same device."""
     threshold: float = 0.05
-    """A row is slower if its time grew by more than this share, and by more than the noise of both runs."""
+    """Least growth of a slower row's time, as a share. The growth must also exceed the noise of both runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A row that both runs measured, with its two measurements and the verdict."""
+    """A row that both runs measured."""
 
     title: str
     old: Row
@@ -96,13 +96,13 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return a dict from a title, which identifies a row, to the row. Rows of peers are left out."""
+    """Return a dict from titles to rows, without rows of peers."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
 
 def verdict(old: Row, new: Row, threshold: float) -> Verdict:
-    """Return the verdict on a row, given the measurements of the old and of the new run."""
+    """Return the verdict on a row of two runs."""
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]
@@ -118,7 +118,7 @@ def ratio(change: Change) -> float | None:
 
 
 def print_changes(old: Report, new: Report, changed: Sequence[Change], console: Console | None = None) -> None:
-    """Print one line per changed row, and the rows that only one run measured."""
+    """Print the changed rows, and the titles of the rows that only one run measured."""
     console = console or Console(width=140, highlight=False)
     for name, report in (("old", old), ("new", new)):
         copy = report.get("copy_bytes_per_second")
@@ -149,7 +149,7 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
 
 
 def _time(row: Row) -> str:
-    """Format the median, with half of the range of the rounds as a percentage of the median."""
+    """Return the median, with half of the range of the rounds as a percentage."""
     if row["failed"]:
         return "failed"
     median, rounds = row["microseconds"], row["round_microseconds"]

@@ -1,11 +1,11 @@
 """Layers of logic gates in plain JAX with four coefficients per gate: the strongest baseline for autodiff.
 
-Each of the 16 functions of a gate is linear in a and in b. Their mixture is therefore `y = c0 + c1 a + c2 b + c3 ab`,
-where the coefficients are the softmax of the logits, multiplied by a constant table. JAX differentiates these two
-formulas. The implementation "autodiff" of `jaxbp.gate_layer` stacks the 16 functions instead, as in the literature.
+Each of the 16 functions of a gate is linear in a and in b, so their mixture is `y = c0 + c1 a + c2 b + c3 ab`. The
+coefficients are the softmax of the logits, multiplied by a constant table. The implementation "autodiff" of
+`jaxbp.gate_layer` stacks the 16 functions instead, as in the literature.
 
-Values have the features as the first axis, so that a gather reads whole rows. The order in which the gather's gradient
-adds rows is not fixed, so gradients on a GPU can differ between runs. The baseline need not be deterministic.
+Values have the features as the first axis, so that a gather reads whole rows. The gather's gradient adds rows in any
+order, so gradients on a GPU can differ between runs.
 """
 
 import jax
@@ -20,7 +20,7 @@ NAME = "autodiff, 4 coefficients"
 
 
 def gate_layer(logits: Array, wires: Wires, x: Array) -> Array:
-    """Return the same as `jaxbp.gate_layer`, given `(gates, 16)` logits and `(batch, inputs)` values."""
+    """Compute `jaxbp.gate_layer` for `(gates, 16)` logits and `(batch, inputs)` values."""
     table = jnp.asarray(COEFFICIENTS, logits.dtype)
     c = jnp.matmul(jax.nn.softmax(logits), table, precision=lax.Precision.HIGHEST).T[..., None]
     rows = x.T
@@ -34,11 +34,11 @@ def gate_layer_backward(dy: Array, logits: Array, wires: Wires, x: Array) -> tup
 
 
 def scores(network: LogicNetwork, x: Array) -> Array:
-    """Return the same as `network(x)`, the scores of the classes."""
+    """Compute `network(x)`, the scores of the classes."""
     for layer in network.layers:
         x = gate_layer(layer.logits[...], layer.wires.get_value(), x)
     return x.reshape(len(x), network.classes, -1).sum(-1) / network.tau
 
 
 BASELINES = {"gate_layer": {NAME: gate_layer}, "gate_layer_backward": {NAME: gate_layer_backward}}
-"""Name of an op of the catalogue -> its baselines: see `Workload.baselines`."""
+"""Dict from the name of an op to its `Workload.baselines`."""

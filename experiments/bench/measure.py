@@ -19,12 +19,11 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time in seconds for which a program runs on a GPU before its first timing round, so that its time becomes
-steady."""
+"""The longest time in seconds that a program runs on a GPU before its first round, so that its time becomes steady."""
 QUICK_SETTLING_SECONDS = 0.6
-"""The same limit for rows that have only times. A GPU at its power limit may then have a higher clock."""
+"""`SETTLING_SECONDS` for rows that have only times. A GPU at its power limit may then have a higher clock."""
 NOTHING = 1e-12
-"""An array whose norm is below this fraction of the largest array's norm is 0 up to rounding errors in float64."""
+"""An array whose norm is below this share of the largest array's norm is 0 up to rounding errors in float64."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -35,14 +34,12 @@ MEASURED = (
     "error_reason",
     "failed",
 )
-"""The fields of a row that a measurement sets. `microseconds` is the median of `round_microseconds`, whose spread is
-the noise of the row."""
+"""The fields of a row that a measurement sets. `microseconds` is the median of `round_microseconds`."""
 MOST_THREADS = 16
 
 
 class Compiler:
-    """A context manager that compiles programs on several threads. They run in parallel, because XLA's compiler does
-    not run Python code."""
+    """A context manager that compiles programs on several threads."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
@@ -55,11 +52,10 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function for these arguments, or for arguments of these shapes. Return a future of the
-        executable. If compilation fails, the future raises the error."""
+        """Start to compile a function for arguments or their shapes. Return a future that gives the executable or
+        raises the error."""
         try:
-            # Tracing and lowering run Python code, which threads would not speed up. They also depend on JAX's settings
-            # of this thread.
+            # Tracing and lowering run Python code, and depend on JAX's settings of this thread.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
         except Exception as error:
             future = Future()
@@ -73,7 +69,7 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields that `run` measured, or the reason of its failure."""
+    """Return the fields that `run` measures, or the reason why it fails."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
@@ -88,24 +84,20 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 def time_compiled(
     compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False
 ) -> dict[str, Any]:
-    """Return the device time of one call in an executable of `calls` calls.
-
-    Args:
-      quick: whether the program runs only for `QUICK_SETTLING_SECONDS` before its first round.
-    """
+    """Return the device time of one call in an executable of `calls` calls."""
     timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
 
 def settling_seconds(quick: bool = False) -> float:
-    """Return the longest time that a program runs before its first round, on the default device."""
+    """Return the longest time that a program runs before its first round on the default device."""
     if jax.default_backend() != "gpu":
         return 0.0
     return QUICK_SETTLING_SECONDS if quick else SETTLING_SECONDS
 
 
 def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
-    """Return the timing fields of a row, from the seconds per round of a program of `calls` calls."""
+    """Return the timing fields of a row, given the seconds of each round of a program of `calls` calls."""
     rounds = [seconds / calls * 1e6 for seconds in round_seconds]
     return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
 
@@ -114,11 +106,7 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
 
 
 class Accuracy:
-    """Measures the errors of the implementations of a workload, against its results in float64, at a small batch size.
-
-    Attributes:
-      batch: the small batch size.
-    """
+    """Measures the errors of the implementations of a workload against float64, at the small batch size `batch`."""
 
     def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
         self.batch, self._workload = min(batch, workload.error_batch), workload
@@ -148,7 +136,7 @@ class Accuracy:
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
     def error(self, name: str) -> float:
-        """Return the relative error of an implementation that was submitted."""
+        """Return the relative error of a submitted implementation."""
         if name not in self._errors:
             results = floats(self._programs[name].result()(*self.arguments))
             self._errors[name] = relative_error(results, self.reference)
@@ -162,8 +150,8 @@ def _wide(a: Any) -> Any:
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
     """Return the largest ‖result - reference‖ / ‖reference‖.
 
-    Some gradients are 0 up to rounding, such as the gradient of a bias that a norm removes. For these, the denominator
-    is the largest norm of all references.
+    If a reference is 0 up to rounding, such as the gradient of a bias that a norm removes, its denominator is the
+    largest norm of all references.
     """
     norms = [np.linalg.norm(r) for r in reference]
     least = max(NOTHING * max(norms, default=0.0), 1e-300)

@@ -15,7 +15,7 @@ HOST_BOUND = 0.05
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return two lines that state where and how the report was measured."""
+    """Return two lines that say where and how the report was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
     where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
     if "operations_per_second" not in report:
@@ -48,7 +48,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
         for row in rows:
             table.add_row(Text(f"  {row['implementation']}"), *_cells(row), end_section=row is rows[-1])
     console.print(table)
-    console.print("× autodiff: the time of autodiff over the time of the row. Error: against float64.")
+    console.print("× autodiff: the time of autodiff divided by the time of the row. Error: against float64.")
     if not report["complete"]:
         console.print(Text(f"not measured: {'; '.join(report['missing'])}"), soft_wrap=True)
     for row in report["rows"]:
@@ -57,7 +57,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
                 Text(f"failed: {row['work']}, batch {row['batch']}, {row['implementation']}: {row['failed']}")
             )
     if any(map(is_host_bound, report["rows"])):
-        console.print("*: the device waited for the host, so the device takes less time than this.")
+        console.print("*: the device waited for the host, so it takes less time than this.")
 
 
 def _cells(row: Row) -> list[str]:

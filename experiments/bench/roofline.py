@@ -1,20 +1,10 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-A call must read every argument that its results depend on, write every result, and do the multiplications and additions
-of its matrix products and convolutions. The roofline is the longest of these times:
-
-- The bytes, at the device's best rate. Bytes that are both read and written count at the rate of a copy, the rest at
-  the rate of only reading or only writing. A cache is faster than memory, so the rate depends on the working set, which
-  is the number of bytes that a program touches. The rate is the best one measured with a working set of this size or
-  larger. It bounds the rate of the cache that holds these bytes.
-- The operations, at the best rate of a few large matrix products of the same dtype and precision.
-- Other arithmetic, where a workload states its least amount, such as the gates of an automaton. It counts at the rate
-  of products at the highest precision, which is the rate of float32 outside of a GPU's matrix units.
-
-The rates are the best of several short rounds, before the power limit lowers the GPU's clock.
-
-The roofline counts no time for launching kernels, for other arithmetic, or for intermediate results. It therefore
-bounds the time of every implementation from below. Small arrays take far longer, because launching alone does.
+docs/benchmarks.md defines the roofline. A cache is faster than memory, so the rate of bytes depends on the working set,
+which is the number of bytes that a program touches. Bytes that are both read and written count at the rate of a copy,
+and the rest at the rate of only reading or only writing. Arithmetic outside of products counts at the rate of products
+at the highest precision, which is the rate of float32 on the CUDA cores. The rates are the best of several short
+rounds, before the power limit lowers the GPU's clock. Launches and intermediate results count no time.
 """
 
 import functools
@@ -34,14 +24,13 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Working sets, in bytes, with which rates are measured. Some are smaller than the L2 cache of an H200 (60 MiB), and
-some are about as large. The others are so much larger that the rate is the rate of memory."""
+"""Working sets, in bytes, with which rates are measured. The L2 cache of an H200 has 60 MiB."""
 CALLS = 8
-"""The number of kernels in a program whose working set may fit into the cache. One such kernel would take less time
-than its dispatch."""
+"""The number of kernels in a program whose working set may fit in the cache. One kernel would take less time than its
+dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
-"""The largest value of the least duration of a round. In longer rounds, the clock of the GPU drops."""
+"""The longest round in which a rate is measured. In longer rounds, the clock of the GPU drops."""
 
 
 class Cost(NamedTuple):
@@ -49,11 +38,10 @@ class Cost(NamedTuple):
 
     Attributes:
       argument_bytes, result_bytes: the size of all arguments and results.
-      operations: the number of multiplications and additions in matrix products and convolutions.
+      operations: multiplications and additions in matrix products and convolutions.
       read_bytes: the size of the arguments that affect the results.
-      written_bytes: the size of the results, without results that are arguments. An array that is returned twice counts
-        once.
-      arithmetic: the number of other multiplications and additions, if the workload states it, else 0.
+      written_bytes: the size of the distinct results that are not arguments.
+      arithmetic: other multiplications and additions, or 0 if the workload does not state them.
     """
 
     argument_bytes: int
@@ -65,11 +53,7 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the least time of a call in a program that touches `working_set` bytes: see the module docstring.
-
-    Args:
-      rates: the result of `measured_rates`.
-    """
+    """Return the roofline of a call in a program that touches `working_set` bytes, given `measured_rates`."""
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
     # A copy reads and writes, so neither reading alone nor writing alone is slower than a copy.
@@ -83,10 +67,9 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """Return the best rate for a working set, or 0 if none was measured.
+    """Return the best rate measured with at least this working set, or 0 if no rate was measured.
 
-    The result is the best rate among the measured working sets from the largest one that does not exceed `working_set`
-    upward.
+    The largest measured working set that does not exceed `working_set` also counts.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -97,21 +80,21 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """Measure the rates of this GPU. A CPU has no roofline here, because only the ratios of its times count.
+    """Measure the rates of this GPU.
 
     Args:
-      seconds: the least duration of a round. If it is longer than `RATE_SECONDS`, `RATE_SECONDS` is used.
+      seconds: the least duration of a round, of which at most `RATE_SECONDS` are used.
 
     Returns:
-      bytes_per_second: "copy", "read" and "write" -> pairs of a working set in bytes and the rate.
-      copy_bytes_per_second: the rate of a copy with the largest working set, which is the rate of memory.
-      operations_per_second: precision -> the rate of the fastest matrix product.
+      bytes_per_second: for "copy", "read" and "write", pairs of a working set in bytes and the rate.
+      copy_bytes_per_second: the rate of a copy in memory.
+      operations_per_second: the rate of the fastest matrix product at each precision.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # programs take turns, so that a disturbance affects only one round of each
+    for _ in range(measure.ROUNDS):  # a disturbance then affects only one round of each program
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -128,8 +111,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The number of bytes or operations of a program, and a function that measures the seconds that the program takes. Its
-argument is the least duration of a round."""
+"""The bytes or operations of a program, and a function from the least duration of a round to the program's seconds."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -160,12 +142,11 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
+    """Return the least cost of one call, counted in the jaxpr of "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
-    # A variable that is returned twice is written only once. Arguments and constants that are returned are not written.
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),
@@ -197,8 +178,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Return the number of multiplications of a convolution, without multiplications by padding or by the zeros between
-    dilated elements."""
+    """Return the multiplications of a convolution, without those by padding or by the zeros of a dilation."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]
@@ -212,7 +192,7 @@ def _products_of_convolution(equation: Any) -> int:
 
 
 def has_launch(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or a jaxpr nested in it, launches a kernel of `pallas_kernels`."""
+    """Return whether a jaxpr, or a nested one, launches a kernel of `pallas_kernels`."""
     return any(
         equation.primitive.name == "launch" or any(map(has_launch, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns

@@ -1,7 +1,7 @@
 """The rows of the report: every workload at every batch size, for every implementation and peer.
 
-The programs of a few workloads are compiled concurrently, on all cores, and then timed one after the other. No program
-is compiled while another is timed, because compilers use the host's cores and XLA tries algorithms on the GPU.
+The programs of a few workloads are compiled concurrently, and then timed one after the other. No program is compiled
+while another is timed, because compilers use the host's cores and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -22,31 +22,27 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""The least time in seconds that a program takes on the device, and the largest number of calls in a program. The time
-is ten times the time of a dispatch. A program makes as many calls as this time needs, but at most `MOST_CALLS`."""
+"""The least time in seconds that a program takes on the device, ten times the time of a dispatch. A program has as many
+calls as this time needs, but at most `MOST_CALLS`."""
 CACHE_BYTES = 128 * 2**20
-"""The least total size in bytes of the arguments of all calls of a program. It is more than twice the L2 cache of an
-H200. It is not reached if this would take more than `MOST_CALLS` calls."""
+"""The least size in bytes of the arguments of all calls of a program, unless it needs more than `MOST_CALLS` calls. It
+is more than twice the L2 cache of an H200."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Two limits on the cases that are compiled before the first of them is timed. The first is their number, because each
-executable takes memory. The second is the seconds of tracing: under a time limit, large programs must leave time for
-measuring rows."""
+"""Limits on the cases that are compiled before the first of them is timed: their number, because each executable takes
+memory, and the seconds of tracing, so that a time limit leaves time for measuring."""
 
 
 class Settings(NamedTuple):
     """The settings that the rows of a run share.
 
     Attributes:
-      implementations: the names of jaxbp's implementations.
-      peers: the name of each peer to time -> its module.
-      variants: which variants of the peers to time: "best" or "all".
+      peers: the modules of the peers to time, by name.
       dtype, precision: the dtype of the arrays, and the precision that products of float32 are allowed.
       seconds: the least duration of a timing round.
-      compile_seconds: whether to time the compilation of every row, one after the other.
+      compile_seconds: whether to time the compilation of every row.
       rates: the rates of this GPU; empty on a CPU.
-      times_only: whether the rows have only times, measured after a shorter run of each program. Memory and errors need
-        further programs, which would take most of the time of a run.
+      times_only: whether rows have only times, because memory and errors need further programs.
       label: the end of the titles of rows, which names the dtype and the precision if the run has several.
     """
 
@@ -63,8 +59,7 @@ class Settings(NamedTuple):
 
 
 class Case:
-    """A workload at one batch size. It compiles the programs, one or more per implementation, and measures the rows of
-    the report."""
+    """A workload at one batch size, which compiles its programs and measures its rows of the report."""
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
@@ -81,8 +76,7 @@ class Case:
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """Return the names of the rows: jaxbp's implementations and the baselines, without those left out, and then
-        the variants of the peers."""
+        """Return the names of the rows: jaxbp's implementations, the baselines, and the variants of the peers."""
         names = [name for name in self._names if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -119,8 +113,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Compile one call of each of jaxbp's implementations, and keep the seconds that this takes. No other program
-        may be compiled at the same time."""
+        """Time the compilation of each implementation and baseline. No other program may be compiled meanwhile."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):
@@ -129,11 +122,7 @@ class Case:
                 continue  # `submit` will fail in the same way, and the row will record why
 
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
-        """Start to compile the programs. Leave out "pallas" if it launches no jaxbp kernel.
-
-        Args:
-          accuracy: measures the errors of the rows; None with `times_only`.
-        """
+        """Start to compile the programs. Leave out "pallas" if it launches no kernel. `accuracy` measures errors."""
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
@@ -186,7 +175,7 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
-            if peer is not None:  # a peer compiles its programs when it is timed
+            if peer is not None:  # peers compile when they are timed
                 print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
             with jax.default_matmul_precision(self.settings.precision):
                 row = self._row(name, peer, precision, attempt(run))
@@ -274,8 +263,8 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with `speedup_over_autodiff`, the speedup over the fastest row of autodiff on the same workload,
-    batch, and precision. A baseline of the workload is also a row of autodiff."""
+    """Return the rows with `speedup_over_autodiff`: the speedup over the fastest row of autodiff or a baseline on the
+    same workload and batch."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

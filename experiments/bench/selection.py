@@ -1,4 +1,4 @@
-"""The choice of the workloads to time: by name, one per family, and with the batch as the first or the last axis."""
+"""The choice of the workloads to time."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that the cases name, in the catalogue's order; with `batch_last`, only the ops among them.
+    """Return the workloads that the cases name, in the catalogue's order; with `batch_last`, only the ops.
 
     Args:
-      cases: "all"; "ops", the catalogue without training steps; an op or a training step; or one of these at one size,
-        such as "automaton:32x32". A forward also selects its backwards.
+      cases: "all"; "ops"; an op or a training step; or one of these at one size, such as "automaton:32x32". A forward
+        also selects its backwards.
     """
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
@@ -56,12 +56,10 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return the first workload of each family that has a default batch size on this platform, with the middle one of
-    these batch sizes.
+    """Return the first workload of each family, with the middle one of its default batch sizes on this platform.
 
-    A family is a module of ops, or a kind of training step. The first workload of a module is a forward with its
-    gradient. The training step of an automaton is in the family of the automaton's ops, because both take long to
-    compile.
+    A family is a module of ops, or a kind of training step. The training step of an automaton is in the family of the
+    automaton's ops, because both take long to compile.
     """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
@@ -74,7 +72,7 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
 
 
 def with_batch_last(workload: Workload) -> Workload:
-    """Return the same workload on arrays whose last axis is the batch, instead of the first."""
+    """Return the workload on arrays whose last axis is the batch."""
 
     def structs(batch):
         arguments = jax.eval_shape(lambda: workload.draw(0, batch, "float32"))

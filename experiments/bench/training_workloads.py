@@ -1,7 +1,7 @@
 """Workloads that are training steps: of LeNet, a mixer, logic networks, and an automaton.
 
-A program of such a workload is a scan over training steps. Each step computes the loss and its gradients, and updates
-the parameters, from which the next step starts.
+A program of such a workload is a scan over training steps, which compute the loss and its gradients and update the
+parameters.
 """
 
 import functools
@@ -51,8 +51,7 @@ def logic_workload(
     """Return a training step of a logic network with six layers, as published for MNIST, on random bits."""
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
-    # The reference for the errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
-    # Networks with more gates therefore have a smaller batch for the errors.
+    # The errors' reference runs in float64 on the CPU, where 16 functions per gate and example are slow.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
@@ -92,7 +91,6 @@ class LogicConvSizes(NamedTuple):
 
     Attributes:
       shape: channels, height, and width of the images of bits.
-      convolutions: the convolutions with their or-pools.
       widths: the number of gates in each layer after the convolutions.
       tau: the number by which the sum of each class is divided.
       cpu_batches: the default batch sizes without a GPU.
@@ -127,8 +125,8 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
     """Return a training step of a convolutional logic network, `LOGIC_CONV[place]`.
 
-    Its inputs are random numbers, not bits. With bits, the values at many positions of a window would be equal up to
-    rounding, and rounding would decide which of them is the largest.
+    Its inputs are random numbers. With bits, many values in a window would be equal up to rounding, and rounding would
+    decide which of them is the largest.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -157,8 +155,7 @@ def logic_conv_network(
     )
 
 
-# Making the wires of hundreds of thousands of gates takes seconds. Each implementation and each peer makes a network,
-# so the wires are cached.
+# The wires of hundreds of thousands of gates take seconds, and each implementation and each peer makes a network.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -181,10 +178,7 @@ def _training_step(
     error_batch: int = 128,
     baselines: Mapping[str, Callable] | None = None,
 ) -> Workload:
-    """Return the workload of a training step. Its function computes the loss and the gradients of the model
-    `network(implementation=..., dtype=...)`.
-
-    In a timed program, each call also updates the parameters.
+    """Return the workload of a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
       shape: the shape of one input.
@@ -223,15 +217,14 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Side length of the grid -> the default batch sizes on a GPU, and on other platforms."""
+"""Dict from the side length of the grid to the default batch sizes on a GPU, and on other platforms."""
 TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """Return the workload that computes the loss and gradients of `TICKS` ticks of `CHECKERBOARD`.
+    """Return a training step of `TICKS` ticks of `CHECKERBOARD`.
 
-    Each call is a training step. Instead of the name of an implementation, `function` also takes
-    `(logits, automaton, state, steps) -> state`.
+    Instead of the name of an implementation, `function` also takes `(logits, automaton, state, steps) -> state`.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -272,22 +265,19 @@ def automaton_workload(size: int) -> Workload:
 
 
 class Scaled(NamedTuple):
-    """The state of a training step in float16: the parameters, and the scale of the loss."""
+    """The parameters and the scale of the loss, in float16."""
 
     parameters: Any
     scale: LossScale
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """Return the state of a training step: the parameters, with a loss scale in float16."""
+    """Return the state of a training step: the parameters, and in float16 also a loss scale."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return `jax.value_and_grad(loss)` with respect to the parameters.
-
-    For a `Scaled` state, the function also returns whether the gradients are finite, and the next scale.
-    """
+    """Return `jax.value_and_grad(loss)`, which for a `Scaled` state also returns `finite` and the next scale."""
 
     def function(state, *arguments):
         if isinstance(state, Scaled):
@@ -303,12 +293,9 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """Return a program of training steps (forward, backward, update), by default with SGD.
-
-    With a loss scale, it skips updates that are not finite.
-    """
-    # Training steps of jaxbp use the faster of two updates: jaxbp's own, or Optax's, which is faster for few or large
-    # arrays.
+    """Return a program of training steps, by default with SGD. With a loss scale, it skips updates that are not
+    finite."""
+    # With None, jaxbp's optimizer uses Optax for few or large arrays, where Optax is faster.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
@@ -318,8 +305,7 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Some values depend only on the images, such as their transpose. Without the barrier, XLA would compute
-            # these values only once for all steps.
+            # Without the barrier, XLA would compute values that depend only on the images once for all steps.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

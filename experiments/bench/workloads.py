@@ -1,8 +1,4 @@
-"""Workloads, which the bench times, and functions that make the workload of an op of the catalogue at one size.
-
-A workload has a function that draws arguments, and a function that returns the function to time for an implementation.
-A timed program makes several calls of this function, one after the other. For an op, each call has different arguments.
-"""
+"""Workloads, which the bench times, and functions that make the workload of an op of the catalogue at one size."""
 
 import dataclasses
 import functools
@@ -18,13 +14,13 @@ from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
-"""The number of operations of a gate, `c0 + c1 a + c2 b + c3 ab`, in the forward and the backward together.
+"""The operations of a gate, `c0 + c1 a + c2 b + c3 ab`, in the forward and the backward together.
 
 The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
-gradients of the four coefficients. Each multiply-add or product counts as two operations.
+gradients of the coefficients. Each multiply-add or product counts as two operations.
 """
 FORWARD_OPERATIONS = 6
-"""The number of operations of a gate in the forward."""
+"""The operations of a gate in the forward."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,24 +28,18 @@ class Workload:
     """An op or a training step to time.
 
     Attributes:
-      op, place: the name of an op and the name of its case in the catalogue; or the name and the size of a training
-        step.
+      op, place: the name of an op and of its case in the catalogue, or the name and the size of a training step.
       title: the name in reports.
-      options: the op's options.
       batches: the default batch sizes on a GPU, and on other platforms.
-      function: (implementation, dtype) -> the function to time. Instead of the name of an implementation, it also takes
-        a baseline.
+      function: (implementation, dtype) -> the function to time. The implementation may also be a baseline.
       draw: (seed, batch, dtype) -> arguments.
-      chain: (function, calls, implementation) -> a program that makes `calls` calls of the function, and takes their
-        sets of arguments. Its training steps update the parameters by `jaxbp.optimizers` in this implementation, where
-        "autodiff" is Optax.
-      steps: the number of calls in a program if each call takes the results of the previous one, as in training. There
-        is then only one set of arguments. Otherwise None.
+      chain: (function, calls, implementation) -> a program that takes sets of arguments and makes `calls` calls. Its
+        training steps update the parameters by `jaxbp.optimizers` in this implementation, where "autodiff" is Optax.
+      steps: the number of calls in a program of training steps, which has one set of arguments; otherwise None.
       arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
-        products and convolutions, where they may take longer than reading and writing.
+        products and convolutions, or 0 if they are not counted.
       error_batch: the largest batch at which results are compared with float64, on the CPU.
-      baselines: name of a row -> a function in plain JAX that computes the same as the op in another way, under
-        autodiff. The names begin with "autodiff".
+      baselines: name of a row, which begins with "autodiff" -> another way to compute the op in plain JAX.
     """
 
     op: str
@@ -66,17 +56,17 @@ class Workload:
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
 
     def named(self, name: str, dtype: str) -> Callable:
-        """Return the function to time for the row `name`, which is the name of an implementation or of a baseline."""
+        """Return the function to time for an implementation or a baseline."""
         return self.function(self.baselines.get(name, implementation(name)), dtype)
 
 
 def implementation(name: str) -> str | None:
-    """Return the value of `implementation=` that the command line calls `name`."""
+    """Return the value of `implementation=` for a name on the command line."""
     return None if name == "None" else name
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size of the catalogue: a backward, or a forward with its gradient."""
+    """Return the workload of an op at one size: a backward, or a forward with its gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -112,9 +102,9 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Return the number of operations in the gates of an automaton, or 0 for other ops.
+    """Return the operations in the gates of an automaton, or 0 for other ops.
 
-    A backward that runs without its forward recomputes all gates except those in the last layer of the last tick.
+    A separate backward recomputes all gates except those in the last layer of the last tick.
     """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
@@ -125,10 +115,7 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return `(arrays, cotangents) -> (floating results, other results, gradients)`.
-
-    The gradients are with respect to the floating arrays.
-    """
+    """Return `(arrays, cotangents) -> (floating results, other results, gradients of the floating arrays)`."""
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -146,9 +133,9 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """Return a program that makes the calls, each with another set of arguments. The calls neither overlap nor merge.
+    """Return a program of calls with different arguments, which neither overlap nor merge on a GPU.
 
-    Barriers order the calls on a GPU. XLA's CPU compiler drops barriers early.
+    XLA's CPU compiler drops the barriers between them.
     """
     function = jax.jit(function)  # traced and lowered once
 

@@ -1,5 +1,4 @@
-"""Other libraries (peers), which the bench times on the same arrays and in the same run as jaxbp. Each library has one
-module."""
+"""Other libraries (peers), which the bench times on the same arrays and in the same run as jaxbp."""
 
 import dataclasses
 import fnmatch
@@ -17,15 +16,13 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Name of a peer -> the module that times it. The module defines `VERSION`, the version of the library, and
-`variants(task)`, which yields each `Variant` in which the peer computes the task."""
+"""Dict from peers to modules, which define `VERSION` and `variants(task)`, an iterator over `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Peer -> a pattern that matches the name of its fastest formulation, for peers that have several.
+"""Dict from peers with several formulations to a pattern for the names of the fastest formulation.
 
-A formulation is one of several ways in which a peer can compute a workload. The formulation in this dict is the fastest
-one in every run in docs/results/ that timed all formulations. `variants` chooses the fastest mode, such as a CUDA
-graph.
+A formulation is one of several ways to compute a workload. The patterns follow the runs in docs/results/ that timed all
+formulations.
 """
 
 VariantChoice = Literal["best", "all"]
@@ -36,18 +33,15 @@ class Task:
     """A workload that a peer computes and times.
 
     Attributes:
-      op, options: the name of an op of the catalogue, and its options. The op may also be a training step: "lenet",
-        "logic", "logic-large", "logic-conv", or "automaton".
-      sets: one set of arguments per call, in the form that jaxbp's function takes. A training step has only one set. It
-        is empty if only the names of the variants are needed.
-      small: the arguments at a small batch size. The results for these arguments are compared with float64.
+      op, options: the name of an op of the catalogue or of a training step, and its options.
+      sets: one set of jaxbp's arguments per call, or one set for a training step. Empty if only the names of the
+        variants are needed.
+      small: arguments at a small batch size, for which results are compared with float64.
       calls: the number of calls that one timed program makes.
-      dtype: the dtype of the computation.
       precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
-      products: whether the workload has matrix products or convolutions, whose results and times depend on whether TF32
-        is allowed.
+      products: whether the workload has matrix products or convolutions.
       seconds: the least duration of a timing round.
-      choice: "best" to time only the fastest variant of the library, or "all" to time every variant.
+      choice: whether to time only the fastest variant, or every variant.
     """
 
     op: str
@@ -63,13 +57,11 @@ class Task:
 
 
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
-"""One way in which a peer computes a workload: the name of the variant, the precision of its products or None, and a
-function that measures it.
+"""The name of a variant, the precision of its products or None, and a function that measures the variant.
 
-The function returns the fields of `measure.MEASURED` that it knows, and `results`. `results` are the floating results
-for `Task.small`, in the order in which jaxbp's function returns them, or None. If the variant computes with other
-arguments than the task has, the function also returns `reference`, the float64 results to compare with. If no error can
-be measured, the function may return the reason as `error_reason`.
+The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small` in the order of
+jaxbp's function, or None. A variant with other arguments than the task's also returns `reference`, the float64 results
+to compare with. A variant whose error cannot be measured may return the reason as `error_reason`.
 """
 
 
@@ -78,7 +70,7 @@ def is_asked_for(peer: str, variant: str, choice: VariantChoice) -> bool:
 
 
 def installed() -> dict[str, ModuleType]:
-    """Return the modules of the peers whose libraries are installed. Importing a module imports its library."""
+    """Return the modules of the peers whose libraries are installed."""
     peers = {}
     for name, module in PEERS.items():
         try:

@@ -1,10 +1,9 @@
 """Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
 
-Every gate evaluates all 16 functions, stacks their values, and sums them, weighted with the softmax of its logits.
-`jax.vmap` maps over cells, and `jax.lax.scan` runs the ticks. Nothing is computed twice. The code is reimplemented from
-the article, for the same wires, logits, and states as jaxbp's automata. There are two variants: JAX's default
-compilation, and XLA's deterministic operations, which the article's code turns on. Without deterministic operations,
-the gradients of gates that read the same input are added in an order that varies between runs.
+Every gate sums all 16 functions, weighted with the softmax of its logits. The code is reimplemented from the article,
+for the wires, logits, and states of jaxbp's automata. One variant uses JAX's default compilation, where gradients of
+gates that read the same input are added in an order that varies between runs. The other variant uses XLA's
+deterministic operations, as the article's code does.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
@@ -24,8 +23,7 @@ VERSION = jax.__version__
 
 
 def variants(task):
-    """Yield the automaton as two variants, with default and with deterministic compilation. Yield nothing for other
-    ops."""
+    """Yield the automaton with default and with deterministic compilation. Yield nothing for other ops."""
     if task.op != "automaton":
         return
     for name, options in (("", {}), (", deterministic", {"xla_gpu_deterministic_ops": True})):
@@ -48,7 +46,7 @@ def _published(logits, automaton, state, steps):
 
 
 def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
-    """Return the next state of a grid, as `jaxbp.automaton_step` does. A cell that does not fire keeps its state."""
+    """Compute `jaxbp.automaton_step`. A cell that does not fire keeps its state."""
     height, width = state.shape[1:3]
     edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
     padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")
@@ -59,7 +57,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """Return the next state of one cell, `(channels,)`, from the nine cells that it sees, `(9, channels)`."""
+    """Return the next state of a cell, `(channels,)`, from the nine cells that it reads, `(9, channels)`."""
 
     def perceived(of_kernel):
         x = patch.T

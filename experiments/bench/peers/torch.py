@@ -2,12 +2,9 @@
 
 Ops have three modes: eager, eager captured in a CUDA graph, and compiled, which is also captured. A captured training
 step is one graph of the forward, the backward, and the update by a fused optimizer. Its forward and backward can be
-eager, compiled as a whole, compiled with images and filters in the channels-last layout, or compiled layer by layer.
-Training steps have a further mode, `mode="reduce-overhead"`, in which PyTorch itself captures the forward and the
-backward. If a workload has products of float32, each mode is timed with products in float32 and in TF32. The best
-variant is chosen among those that have the precision of jaxbp's rows. In eager mode, the host may be slower than the
-device, and then it determines the time. With a CUDA graph, the device determines the time. Errors are measured on the
-eager functions.
+eager, compiled as a whole, compiled in the channels-last layout, or compiled layer by layer. In a further mode,
+`mode="reduce-overhead"`, PyTorch itself captures the forward and the backward. Products of float32 are timed in float32
+and in TF32, and the best variant has the precision of jaxbp's rows. Errors are measured on the eager functions.
 """
 
 import collections
@@ -44,19 +41,18 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""The time in seconds after which `compile_layers` compiles no further layer."""
+"""Seconds after which `compile_layers` compiles no further layer."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""`build(task, mode) -> (call, results, fields)`, which prepares a task for measurement. `call(i)` makes the i-th call
-of the task. `results()` returns the results for the small arguments. `fields` has other fields of the row."""
+"""`build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()` returns the
+results for the small arguments, and `fields` has other fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield the variants of a task on PyTorch's tensors: eager, and on a GPU also captured in a CUDA graph, and in each
-    mode of `modes`.
+    """Yield the variants of a task: eager, and on a GPU also in a CUDA graph and in each mode of `modes`.
 
     Args:
-      modes: the names of further modes, which `build` takes, with the fastest modes last.
-      best: the number of modes that are timed if the task's choice is "best". These are the last ones of all modes.
+      modes: further modes that `build` takes, with the fastest modes last.
+      best: the number of modes, from the end, that are timed if the task's choice is "best".
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -72,11 +68,10 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    The memory is not measured if PyTorch's compiler captures the CUDA graph, because PyTorch does not count the memory
-    of such a graph.
+    PyTorch does not count the memory of a CUDA graph that its compiler captures.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True  # cuDNN tries all algorithms and keeps the fastest one, as XLA does
+    torch.backends.cudnn.benchmark = True  # cuDNN keeps its fastest algorithm, as in XLA
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
@@ -98,11 +93,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for single ops.
-
-    `forwards` and `backwards` map the names of ops to PyTorch functions. A call of a forward also computes its
-    gradients.
-    """
+    """Return a `Build` for single ops, given PyTorch functions by op. A call of a forward also computes gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -122,8 +113,7 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Return the arguments of the PyTorch function, given the arguments of the jaxbp function. The tensors share the
-    memory of the JAX arrays where no conversion is needed."""
+    """Return the arguments of the PyTorch function, given the arguments of the jaxbp function."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -140,10 +130,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the residuals that PyTorch's norms keep, one number each per row.
-
-    With `centred`, they are the mean and the inverse standard deviation, else the inverse root mean square.
-    """
+    """Return the residuals of PyTorch's norms: `centred`, mean and inverse standard deviation, else inverse RMS."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -151,14 +138,13 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    """Return the array as a tensor in the same memory. Integers become int64."""
+    """Return the array as a tensor in the same memory, but integers as int64."""
     shared = torch.from_dlpack(a)
     return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert indices of maxima from indices within a window, as in jaxbp, to indices within an image, as in
-    PyTorch."""
+    """Convert indices of maxima within a window, as in jaxbp, to indices within an image, as in PyTorch."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -188,7 +174,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # For gradients that are not wanted, PyTorch reads only the shapes of the arrays.
+    # PyTorch reads only the shapes of arrays for gradients that are not wanted.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)
@@ -228,7 +214,7 @@ def _layer_norm(x, scale, bias):
 
 
 def _layer_norm_linear_backward(dy, x, scale, bias, w, normalized, mean, inv_std):
-    # PyTorch keeps the normalized rows and the statistics from the forward. jaxbp's backward computes them again.
+    # Unlike jaxbp, PyTorch keeps the normalized rows and the statistics from the forward.
     dx, dscale, dbias = _layer_norm_backward(dy @ w, x, scale, mean, inv_std)
     return [dx, dscale, dbias, dy.T @ normalized, dy.sum(0)]
 
@@ -286,8 +272,8 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a `Build` for training steps.
 
     Args:
-      make: `make(task, arguments) -> (model, parameters, loss)`. The parameters are a list, in the order of the
-        gradients in jaxbp's results, with the values in `arguments`. The loss is a function of the model.
+      make: `make(task, arguments) -> (model, parameters, loss)`. The list of parameters has the order of the gradients
+        in jaxbp's results, and the loss is a function of the model.
       optimiser_of: a function that makes the optimizer of a list of parameters.
     """
     return functools.partial(_training, make, optimiser_of)
@@ -326,11 +312,9 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile the layers that have parameters one after the other, with gradients, until `COMPILE_SECONDS` have passed.
-    Return fields of the row.
+    """Compile layer by layer, with gradients, until `COMPILE_SECONDS` have passed. Return fields of the row.
 
-    The graph of a layer is small, whereas a whole model can take many minutes to compile. The remaining layers stay
-    eager, and a field of the row says so.
+    A whole model can take many minutes to compile. If layers stay eager, a field says so.
     """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
@@ -374,7 +358,7 @@ def _lenet(task, arguments):
 
 
 def _captured(program: Callable) -> Callable:
-    """Capture the kernels that a program launches as a CUDA graph, and return the function that replays them."""
+    """Capture a program in a CUDA graph, and return the function that replays it."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -387,7 +371,7 @@ def _captured(program: Callable) -> Callable:
 
 
 def _seconds(program: Callable, seconds: float) -> list[float]:
-    """Return the seconds that the program takes in each timing round. On a GPU, CUDA's events measure them."""
+    """Return the seconds that the program takes in each timing round."""
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
@@ -411,8 +395,7 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the bytes of temporary memory of a call: its peak, minus the memory in use before the call, minus the
-    results. Return None without a GPU."""
+    """Return the peak memory of a call, minus the memory in use before it and the results, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

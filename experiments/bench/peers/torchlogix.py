@@ -1,9 +1,8 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-They use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations, and each is timed. `raw` has 16
-logits per gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and
-`walsh`. `raw` and `light` have the same formulas as jaxbp, so their results are compared with jaxbp's network in
-float64. `warp` computes another function: see `WARP`.
+They use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations. `raw` has 16 logits per gate,
+like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and `walsh`. The results of
+`raw` and `light` are compared with jaxbp's network in float64. `warp` computes another function: see `WARP`.
 """
 
 import functools
@@ -34,16 +33,14 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""Name of a parametrization in torchlogix -> the parametrization in jaxbp with the same number of parameters per
-gate."""
-WARP = "warp takes the sigmoid of a sum at relaxed inputs, our walsh interpolates between the rows of the truth table"
+"""Dict from parametrizations in torchlogix to parametrizations in jaxbp with as many parameters per gate."""
+WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
 
 
 def variants(task):
-    """Yield each parametrization eagerly, in a CUDA graph, and compiled, or nothing if torchlogix lacks the workload.
+    """Yield each parametrization in each mode, or nothing if torchlogix lacks the workload.
 
-    Convolutional networks are compiled layer by layer, which takes long. The eager step in a CUDA graph is timed first.
-    If the run ends during compilation, the report still has rows of torchlogix.
+    Convolutional networks take long to compile, layer by layer, so the eager step in a CUDA graph is timed first.
     """
     if not task.op.startswith("logic"):
         return
@@ -96,8 +93,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients in the form of jaxbp's results: for each convolution, the gradients of all
-    levels are one array."""
+    """Return the loss and the gradients in the form of jaxbp's results, with one array per convolution."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:

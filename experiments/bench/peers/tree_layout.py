@@ -11,8 +11,7 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Return the positions that the gates of the first level read: first all inputs a, then all inputs b. A position is
-    (row, column, channel).
+    """Return the positions (row, column, channel) that the gates of the first level read: all inputs a, then all b.
 
     In `leaves`, a position is (channel, row, column).
     """
@@ -20,11 +19,11 @@ def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarr
 
 
 def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> list[np.ndarray]:
-    """Return one array of parameters per level, `(gates, kernels, parameters)`, from the leaves to the root."""
+    """Return arrays of shape `(gates, kernels, parameters)`, one per level, from the leaves to the root."""
     counts = [2**level for level in reversed(range((parameters.shape[1] + 1).bit_length() - 1))]
     return np.split(parameters.swapaxes(0, 1), np.cumsum(counts)[:-1])
 
 
 def from_levels(levels: Sequence[np.ndarray]) -> Shaped[np.ndarray, "kernels gates parameters"]:
-    """Return the parameters in jaxbp's layout, given one array per level. This is the inverse of `to_levels`."""
+    """Invert `to_levels`."""
     return np.concatenate(levels).swapaxes(0, 1)
