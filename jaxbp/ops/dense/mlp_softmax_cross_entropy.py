@@ -322,6 +322,7 @@ def mlp_softmax_cross_entropy_backward(
 
     Returns:
       (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
+
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
     op = "mlp_softmax_cross_entropy_backward"
