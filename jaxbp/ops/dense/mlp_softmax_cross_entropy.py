@@ -120,6 +120,7 @@ class WideRowsAndGradients(NamedTuple):
     If a label is not a class, the gradients of its example are 0. The backward replaces its dy by NaN, unless dy is 0
     (`dy_of_valid`), so that the product is NaN or 0.
     """
+
     x_batch_last: Array
     labels: Array
     hidden: tuple[Array, ...]
