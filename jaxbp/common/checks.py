@@ -67,7 +67,6 @@ def scale_and_bias(
 
 
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
-    """Return a pair of ints, given one int or a pair for rows and columns."""
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
     if not ints or min(both) < at_least:
@@ -76,7 +75,6 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
 
 
 def precision(op: str, value: PrecisionLike) -> PrecisionLike:
-    """Return a precision that `jax.lax.dot` accepts."""
     both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
@@ -90,14 +88,12 @@ _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorf
 
 
 def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
-    """Return a static integer of at least `at_least` as an int."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
     return int(value)  # a NumPy integer may overflow
 
 
 def boolean(op: str, name: str, value: Any) -> bool:
-    """Return a static boolean."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{op}: {name} is {value!r}; wants True or False")
     return bool(value)
@@ -149,7 +145,6 @@ def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
-    """Return the shape that the arrays broadcast to."""
     try:
         return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
     except ValueError:
@@ -167,7 +162,6 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
-    """Return an axis, counted from the front."""
     if not is_int(axis) or not -ndim <= axis < ndim:
         raise ValueError(f"{op}: {name} is {axis!r}; wants an int in [{-ndim}, {ndim})")
     return int(axis) % ndim
@@ -184,7 +178,6 @@ def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """Return a static number in `[low, high]` as a float."""
     if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

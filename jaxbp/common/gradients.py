@@ -34,11 +34,9 @@ class Kinds:
 
     @property
     def count(self) -> int:
-        """The number of arguments."""
         return len(self.structure.children())
 
     def checked(self, op: str, names: list[str], found: Any) -> tuple:
-        """Return a backward's result `found` as a tuple, after checking it against the arguments."""
         gradients, each = as_tuple(found), f"a gradient for each of {', '.join(names)}"
         if isinstance(found, list):
             raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
@@ -119,7 +117,6 @@ def _is_floating(a: Any) -> bool:
 
 
 def as_tuple(gradients: Any) -> tuple:
-    """Return the gradients as a tuple, given a tuple or one gradient."""
     return gradients if isinstance(gradients, tuple) else (gradients,)
 
 
@@ -128,7 +125,6 @@ def _alone_or_tuple(gradients: tuple) -> Any:
 
 
 def positional_names(function: Callable, count: int) -> list[str]:
-    """Return names of the first `count` positional arguments: from the signature, else numbers."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]

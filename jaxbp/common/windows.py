@@ -40,7 +40,6 @@ class Windows:
 
     @property
     def output_size(self) -> tuple[int, int]:
-        """The number of windows."""
         options = dict(stride=self.stride, padding=self.padding, dilation=self.dilation)
         return output_size(self.input_size, self.window, **options)
 
@@ -51,7 +50,6 @@ class Windows:
 
     @property
     def positions(self) -> int:
-        """The number of positions of a window."""
         return math.prod(self.window)
 
     @property
@@ -71,7 +69,6 @@ class Windows:
 
 
 def output_size(input_size, window, *, stride, padding, dilation=None, **options) -> tuple[int, ...]:
-    """Return the number of windows along each axis. Ignore `options`."""
     extent = window if dilation is None else dilated(window, dilation)
     return tuple(
         (size + sum(p) - reach) // s + 1 for size, reach, p, s in zip(input_size, extent, padding, stride, strict=True)
@@ -84,7 +81,6 @@ def dilated(window, dilation) -> tuple[int, ...]:
 
 
 def per_axis(op, name, value, axes) -> tuple[int, ...]:
-    """Return one int per axis, of at least 1, given one int or one per axis."""
     if axes == 2:
         return checks.pair(op, name, value)
     return (checks.count(op, name, value[0] if isinstance(value, tuple | list) and len(value) == 1 else value),)

@@ -29,7 +29,6 @@ def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, g
 
 
 def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """Return the options, with one stride, dilation, and padding (before, after) per axis."""
     stride = per_axis(op, "stride", stride, len(input_size))
     dilation = per_axis(op, "dilation", dilation, len(input_size))
     groups = checks.count(op, "groups", groups)

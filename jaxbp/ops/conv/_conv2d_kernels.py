@@ -20,7 +20,6 @@ from pallas_kernels.core.layouts import LANES
 
 
 def forward_product(x, w, b, output_size, **options):
-    """Compute the convolution as a product of the images and the filter matrix."""
     matrix = _matrix(w, x.shape[2:], output_size, **options)
     y = _filter_matrix.times_matrix(x, matrix, precision=options["precision"])
     y = y if b is None else y + jnp.repeat(b, math.prod(output_size))[None]
@@ -35,12 +34,10 @@ def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options)
 
 
 def product_pays(w, input_size, output_size, precision):
-    """Return whether the product with the filter matrix is faster for the convolution, or for dx."""
     return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 
 def input_gradient(dy, w, *, input_size, **options):
-    """Compute dx as a product with the filter matrix if it pays, else by the kernel in full float32."""
     if not product_pays(w, input_size, dy.shape[2:], options["precision"]):
         return _input_gradient_exact(dy, w, input_size=input_size, **options)
     matrix = _matrix(w, input_size, dy.shape[2:], **options)

@@ -39,7 +39,6 @@ def _counts(windows, counted, dtype):
 
 
 def _positions(windows):
-    """Return the positions of each window, for rows and for columns: two arrays (windows, positions)."""
     sides = zip(windows.output_size, windows.window, windows.stride, windows.padding, windows.dilation, strict=True)
     return [np.arange(n)[:, None] * s - before + np.arange(f) * d for n, f, s, (before, _), d in sides]
 

@@ -35,7 +35,6 @@ _KERNEL_BATCH = 4096
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
-    """Return the options of the convolution, and the pool's windows."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
     size = output_size(x_size, w_size, **convolution)
     return convolution, Windows(size, window, stride=window)

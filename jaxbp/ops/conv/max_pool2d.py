@@ -21,7 +21,6 @@ from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _places(window):
-    """Return the positions (row, column) of a window in row-major order."""
     return [(u, v) for u in range(window[0]) for v in range(window[1])]
 
 
@@ -253,7 +252,6 @@ def max_pool2d_backward(
 
 
 def pool(op, x, window, implementation, **options):
-    """Check the arguments of a max-pool. Return y and the indices of the maxima."""
     (x,) = checks.floating(op, x=x)
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
@@ -263,7 +261,6 @@ def pool(op, x, window, implementation, **options):
 
 
 def check_indices(op, name, indices, shape):
-    """Return the indices as an array, after checking that they are integers of `shape`."""
     indices = integers(op, name, indices)
     checks.shape(op, name, indices, *shape)
     return indices

@@ -48,7 +48,6 @@ def _tokens(dy, indices, num_embeddings):
 
 
 def _sorted(rows):
-    """Sort the rows stably. Return them, and the position from which each came."""
     return lax.sort_key_val(rows, jnp.arange(rows.shape[0], dtype=jnp.int32))
 
 

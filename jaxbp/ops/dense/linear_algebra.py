@@ -70,7 +70,6 @@ def _matmul_gradients(dy, a, b, **options):
 
 
 def _over_batch(gradient, matrices):
-    """Sum the gradient over the batch axes along which the matrices were broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
     return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
 
@@ -90,8 +89,6 @@ def _dot_gradients(dy, a, b, **options):
 
 
 def _in_float32(function):
-    """Return a forward that calls `jnp.matmul` or `jnp.dot`, and sums in float32 or wider."""
-
     def forward(a, b, *, precision):
         y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
         return y.astype(a.dtype)
@@ -240,7 +237,6 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    """Check the named arrays, and call `op` with them."""
     *dy, a, b = checks.floating(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):

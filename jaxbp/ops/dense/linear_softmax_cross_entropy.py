@@ -48,7 +48,6 @@ KERNEL_CLASSES = 1024
 
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
-    """Compute the statistics of each row, as the kernel `statistics` does."""
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     # On a mesh that divides the classes, a sum is an all-reduce, but a gather would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
@@ -57,7 +56,6 @@ def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
 
 
 def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_smoothing, z_loss, softcap):
-    """Return dlogits, as the kernel `gradient` does, but recompute the statistics."""
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     e, total = exponentials(z, 1)
     p = e / total
@@ -72,7 +70,6 @@ def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_s
 
 
 def _z_and_labels(logits, labels, b, classes, softcap):
-    """Return z of the classes, and a mask of the labels."""
     z = kernels.capped(logits[:, :classes], None if b is None else b[None, :classes], softcap)
     return z, labels[:, None] == jnp.arange(classes)[None]
 
@@ -103,7 +100,6 @@ def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_s
 
 
 def _products(dlogits, x, w, b, precision, dtype):
-    """Return (dx, dw, db) for one chunk, with dw and db in `dtype`."""
     dx = jnp.matmul(dlogits, w, precision=precision)
     dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=dtype)
     return dx, dw, None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(dtype)

@@ -47,7 +47,6 @@ class Rows(NamedTuple):
 
 
 def rows(x, labels, weights, biases, *, precision=None):
-    """Return the losses, the logits, and the outputs of each hidden layer."""
     hidden = []
     for w, b in zip(weights, biases, strict=True):
         z = jnp.matmul(x, w.T, precision=precision) + b[None]
@@ -69,7 +68,6 @@ def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
 
 
 def _layer_gradients(gradients, inputs, precision=None):
-    """Yield `dw = dzᵀ h` and `db = Σ dz` for each layer, given its gradients dz and inputs h."""
     for dz, h in zip(gradients, inputs, strict=True):
         yield jnp.matmul(dz.T, h, precision=precision)
         yield jnp.sum(dz, axis=0)
@@ -232,7 +230,6 @@ def _lanes(x, labels, weights):
 
 
 def _clear_padding(arrays, count):
-    """Return the arrays, with zeros after the first `count` rows."""
     return tuple(a if len(a) == count else a.at[count:].set(0) for a in arrays)
 
 

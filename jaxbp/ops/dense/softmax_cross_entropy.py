@@ -83,7 +83,6 @@ def _smoothed(weights, uniform, label_smoothing):
 
 
 def _weighted(weights, log_probabilities):
-    """Return the cross-entropy `-Σ_k y_k ln p_k`."""
     terms = weights * jnp.where(_is_masked(weights, log_probabilities), 0.0, log_probabilities)
     return -jnp.sum(terms, axis=-1)
 
@@ -128,7 +127,6 @@ def logits_gradient(dy, logits, labels, where=None, *, label_smoothing=0.0, z_lo
 
 
 def _with_z_loss(value, factor, logits, z_loss):
-    """Return `value + factor * 2 z_loss * logsumexp(logits)`."""
     if not z_loss:
         return value
     return value + factor * (2 * z_loss) * jax.nn.logsumexp(upcast(logits), axis=-1, keepdims=True)
@@ -188,7 +186,6 @@ def _gradients_kernel(dy, logits, labels, where, *statistics, **options):
 
 
 def _unsupported(logits, labels, where, *, label_smoothing, z_loss):
-    """Return why the kernels do not support the arguments, or None."""
     if label_smoothing or z_loss:
         return "label_smoothing" if label_smoothing else "z_loss"
     if where is not None and where.ndim == logits.ndim:
@@ -294,7 +291,6 @@ def softmax_cross_entropy_backward(
 
 
 def _check(op, axis, *, logits, labels, where, **dy):
-    """Return the axes of the classes; logits, labels, and mask with the classes last; and dy if it is given."""
     is_class = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
     weights = {} if is_class else {"labels": labels}
     logits, *others = checks.floating(op, logits=logits, **dy, **weights)

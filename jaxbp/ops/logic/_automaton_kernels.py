@@ -63,7 +63,6 @@ class Prepared:
 
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
-    """Return the layout of the kernels' shared memory."""
     return Plan(
         *shape,
         periodic=automaton.periodic,
@@ -77,7 +76,6 @@ def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
 
 
 def unsupported(automaton: Automaton, state: Array) -> str | None:
-    """Return why the kernels do not support the arguments, or None."""
     return kernels.tick_backward.unsupported(plan=plan(automaton, state.shape))
 
 
@@ -109,7 +107,6 @@ def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """Return the gradient with respect to the first state, `(batch, height, width, channels)`."""
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
@@ -227,7 +224,6 @@ def _reordered(rows, automaton, firsts, which):
 
 
 def _packed(low, high):
-    """Return integers with `low` in the lower 16 bits and `high` in the upper 16 bits."""
     return low | high << 16
 
 

@@ -43,12 +43,10 @@ def _advance(backend, coefficients, automaton, state, draws, *, steps, fire_rate
 
 
 def forward(backend: ModuleType, *arrays: Any, memory: Memory, **options: Any) -> Array:
-    """Return the last state, given (coefficients, automaton, state, draws)."""
     return _advance(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
 
 
 def _save(backend, *arrays, memory, **options):
-    """Return the last state and the residuals: the arguments, and the states or rows that are kept."""
     if memory == "all" and backend.KEEPS_ROWS:
         last, kept = _keeping_rows(backend, *arrays, **options)
     else:
@@ -97,17 +95,14 @@ def _keeping_rows(backend, coefficients, automaton, state, draws, *, steps, fire
 
 
 def _seen(backend, draws, shape, fire_rate, state, t):
-    """Return the state that tick t reads, and which cells update at tick t."""
     return _rounded(backend, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):
-    """Return which cells update at tick t, `(batch, height, width)`, or None for all."""
     return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
 def _rounded(backend, draws, t, state, shape):
-    """Return the state with some values rounded. Its derivative counts as 1."""
     if draws is None or draws.rounding_rate is None:
         return state
     # The random bits must be the same in every layout and every dtype.
@@ -117,8 +112,6 @@ def _rounded(backend, draws, t, state, shape):
 
 
 def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
-    """Compute `_backward` by JAX's autodiff."""
-
     def last_state(coefficients, state):
         return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 

@@ -17,13 +17,11 @@ from jaxbp.logic.wires import Wires
 
 
 def mixed(coefficients: Array, a: Array, b: Array) -> Array:
-    """Return `c0 + c1 a + c2 b + c3 ab`."""
     c0, c1, c2, c3 = coefficients[..., None]
     return c0 + c1 * a + (c2 + c3 * a) * b
 
 
 def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
-    """Return the values of the gates, one row per gate."""
     return mixed(coefficients, rows[wires.a], rows[wires.b])
 
 
@@ -56,8 +54,6 @@ _MOST_PARTS = 16
 
 
 def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
-    """Return the sums `Σ dy`, `Σ dy a`, `Σ dy b`, and `Σ dy ab` over the last axis."""
-
     def terms(dy, a, b):
         da = dy * a
         return dy, da, dy * b, da * b
@@ -76,7 +72,6 @@ def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
 
 
 def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Sum each array in `terms` over the axes."""
     on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
     return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
 

@@ -47,7 +47,6 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
-        """Return the value that `read` gives at the selected position of each window."""
         if places is None:
             return read(0, 0)
         found = zip(itertools.count(), itertools.starmap(read, geometry.places))

@@ -61,7 +61,6 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
-    """Compute the implementation "autodiff"."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
     return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -79,7 +78,6 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
 
 
 def _unsupported(*arrays, **options):
-    """Return why the arguments, which may begin with dlast, are unsupported, or None."""
     automaton, state = arrays[-3:-1]
     reason = checks.unsupported_dtype(arrays[-4], state)
     return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)

@@ -56,12 +56,10 @@ def _forward(coefficients, wires, x, *, groups=None):
 
 
 def _grouped(y, groups):
-    """Return y, or its sums over groups of neighboring gates if `groups` is given."""
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _of_gates(dy, wires, x):
-    """Return the gradient with respect to each gate's value, `(gates, examples)`."""
     rows = _features_first(dy.astype(x.dtype))
     return jnp.repeat(rows, wires.gates // len(rows), axis=0)
 
@@ -164,7 +162,6 @@ def _gradients_by_two_kernels(dy, coefficients, graph, x):
 
 
 def _graph(wires):
-    """Return the wires as the kernels' `Graph`."""
     return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
@@ -246,7 +243,6 @@ def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implem
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
-    """Compute the implementation "autodiff"."""
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = upcast(x)

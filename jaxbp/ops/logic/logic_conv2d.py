@@ -137,7 +137,6 @@ def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization,
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """Compute the implementation "autodiff"."""
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
@@ -379,7 +378,6 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
 
 
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
-    """Return the checked arrays and options, with stride, padding, and pool as pairs."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
     (logits,) = checks.floating(op, logits=logits)

@@ -21,12 +21,10 @@ Results = tuple[Floats, Float[Array, "channels"], Float[Array, "channels"]]
 
 
 def _over(x, channel_axis):
-    """Return all axes except the channels."""
     return tuple(axis for axis in range(x.ndim) if axis != channel_axis)
 
 
 def _along(a, x, channel_axis):
-    """Reshape a vector with one element per channel to broadcast to x."""
     return a.reshape([-1 if axis == channel_axis else 1 for axis in range(x.ndim)])
 
 
@@ -216,7 +214,6 @@ def batch_norm_backward(
 
 
 def _check(op, epsilon, channel_axis, x, scale, bias=None, **dy):
-    """Return x, scale, bias, the options of the pair, and dy if it is given."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")

@@ -30,7 +30,6 @@ def _over(x, axis):
 
 
 def _summed(x, axis):
-    """Return the axes over which dscale and dbias are sums."""
     return tuple(i for i in range(x.ndim) if i not in (axis, axis + 1))
 
 
@@ -67,7 +66,6 @@ def _terms(dy, x, scale, mean, rest, inv_std):
 
 
 def _parameter_terms(dy, x, scale, mean, rest, inv_std):
-    """Return `dy x̂` and dy, whose sums are dscale and dbias."""
     return dy * (((x - mean) - rest) * inv_std), dy
 
 
@@ -149,7 +147,6 @@ def group_norm_backward(
 
 
 def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, **dy):
-    """Return the arrays with an axis of groups, and the options of the pair."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")

@@ -34,7 +34,6 @@ Parameter = Float[Array, "hidden"]
 
 
 def rows(a):
-    """Reshape to a matrix `(rows, hidden)`."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
@@ -62,7 +61,6 @@ def _inv_std(centred, eps):
 
 
 def _normalised(x, offset, inv_std):
-    """Return x̂ in float32 or wider."""
     centred = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
     return centred * inv_std[..., None]
 
@@ -73,7 +71,6 @@ def _scaled(normalised, scale, bias, dtype):
 
 
 def _along_rows(parameter, x):
-    """Broadcast a vector with one element per column to x's rank, in float32 or wider."""
     return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
 
@@ -84,7 +81,6 @@ def normalise(x, scale, bias, *, eps, center):
 
 
 def normalise_kernel(x, scale, bias, *, eps, center):
-    """Compute `normalise` by a kernel."""
     if x.size == 0:
         return normalise(x, scale, bias, eps=eps, center=center)
     arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
@@ -106,7 +102,6 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Compute `gradients` by a kernel."""
     options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
@@ -137,20 +132,17 @@ def input_gradient_from_x(t, x, *, eps):
 
 
 def input_gradient_kernel(t, normalised, inv_std):
-    """Compute `input_gradient` by a kernel that does not support all row lengths."""
     arrays = rows(t), rows(normalised), inv_std.ravel()
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
 def input_gradient_from_x_kernel(t, x, *, eps):
-    """Compute `input_gradient_from_x` by a kernel."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
     results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    """Call `streamed`, which streams rows through shared memory, if it is faster on this GPU, else `plain`."""
     streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
@@ -346,7 +338,6 @@ def _row_shape(axis, shape):
 
 
 def check(op, eps, **arrays):
-    """Check eps and the arrays, and return the arrays."""
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:

@@ -48,7 +48,6 @@ def _forward(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results(x, scale, bias, w, b, *, eps, precision):
-    """Return the result z of the op, and (offset, inv_std)."""
     y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
     return _dense(y, w, b, precision=precision), offset, inv_std
 
@@ -198,7 +197,6 @@ def _parameters_kernel(dy, y, *, precision):
 
 
 def _sums(dy, normalised):
-    """Return `s = Σ dyᵀ x̂` and `db = Σ dy` in float32."""
     return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
 
 
@@ -210,13 +208,11 @@ def _sums_kernel(dy, normalised):
 
 
 def _of_sums(parameters, s, db, scale, bias, w, b):
-    """Return (dscale, dbias, dw, db), given s and db in float32."""
     dw, dscale, dbias = parameters(s, db, scale, bias, w)
     return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
 
 
 def _parameters_of_sums(s, db, scale, bias, w):
-    """Return (dw, dscale, dbias), given s and db."""
     wide = upcast(w)
     dw = s * upcast(scale) + db[:, None] * upcast(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)

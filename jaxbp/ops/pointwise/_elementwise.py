@@ -75,13 +75,11 @@ class Elementwise(Pair):
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
-        """Check the named arrays, and call the op."""
         values = checks.floating(self.name, **arrays)
         checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
         return self(*values, implementation=implementation, **options)
 
     def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
-        """Check dy and the named arrays, and call the backward."""
         op = self.vjp.name
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
@@ -110,7 +108,6 @@ class WithNumber:
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], value: Any, low: float = -math.inf) -> Array:
-        """Check the arrays and the number, which is at least `low`, and call the op."""
         value = checks.number_or_array(self.static.name, self.number, value, low)
         if isinstance(value, float):
             return self.static.of(implementation, arrays, **{self.number: value})
@@ -119,7 +116,6 @@ class WithNumber:
     def backward_of(
         self, implementation: Implementation, dy: Any, arrays: dict[str, Any], value: Any, low: float = -math.inf
     ) -> Any:
-        """Check the arguments, and call the backward."""
         op = self.static.vjp.name
         value = checks.number_or_array(op, self.number, value, low)
         if isinstance(value, float):
@@ -148,7 +144,6 @@ def _in_shapes_of(arrays, gradients):
 
 
 def _broadcast_axes(shape, a):
-    """Return the axes of `shape` along which `a` is broadcast."""
     missing = len(shape) - a.ndim
     aligned = (1,) * missing + a.shape
     return tuple(axis for axis, size in enumerate(shape) if aligned[axis] != size or axis < missing)

@@ -18,13 +18,10 @@ def count_of(shape, axis):
 
 
 def _keep_axes(y, shape, axis):
-    """Restore the reduced axes of y with size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
 
 def _reduced(function):
-    """Return a forward that computes `function` in float32 or wider, and rounds to a's dtype."""
-
     def forward(a, *, axis, keepdims, shape, **options):
         return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
 
@@ -32,8 +29,6 @@ def _reduced(function):
 
 
 def _reduced_where(function, excluded):
-    """Return a forward `(a, where)` as in `_reduced`, which replaces excluded elements by `excluded`."""
-
     def forward(a, where, **options):
         return _reduced(function)(select(where, a, excluded), **options)
 
@@ -103,7 +98,6 @@ def _var_kernel(dy, a, where, *, axis, keepdims, shape, ddof):
 
 
 def _weight(count, ddof):
-    """Return `2 / (count - ddof)`, or NaN if there are too few elements."""
     if isinstance(count, int):
         return 2.0 / (count - ddof) if count > ddof else math.nan
     return jnp.where(count > ddof, 2.0 / (count - ddof), math.nan)
@@ -120,7 +114,6 @@ def _unsupported_var(a, where, **options):
 
 
 def included_count(where, shape, axis, keepdims):
-    """Return the number of elements in each result, in float32 or wider."""
     included = jnp.broadcast_to(where, shape)
     return jnp.sum(included, axis=axis, keepdims=keepdims).astype(jnp.result_type(float))
 
@@ -132,7 +125,6 @@ def _largest_and_positive_total(a, axis):
 
 
 def _logsumexp(a, axis, keepdims):
-    """Compute the log-sum-exp from `largest_and_total`, which the gradient needs, too."""
     largest, total = largest_and_total(a, axis)
     is_empty = total == 0
     y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)

@@ -367,7 +367,6 @@ def log_softmax_backward(
 
 
 def _check(op, axis, where, **arrays):
-    """Return the checked arrays, `where`, and the axes."""
     *dy, x = checks.floating(op, **arrays)
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)

@@ -39,7 +39,6 @@ def _power(x1, x2):
 
 
 def _power_in_kernels(base, exponent):
-    """Return `base ** exponent` in float32, by operations that kernels support."""
     # In exp(exponent * log(base)), the exponent multiplies the rounding error of the logarithm, so the logarithm is a
     # sum of two float32 numbers.
     log, rest = _log_in_two(jnp.abs(base))
@@ -85,7 +84,6 @@ def _product_in_two(a, b):
 
 
 def _with_bits(x, mask):
-    """Clear the bits of x that are 0 in the mask."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -109,7 +107,6 @@ def _power_gradient(power):
 
 
 def _gradient_of_larger(dy, x1, x2):
-    """Return dy where x1 is larger, half of dy where both are equal, else 0."""
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 

@@ -104,7 +104,6 @@ def dropout_backward(
 
 
 def _check(op, name, x, key, rate, broadcast_dims):
-    """Return the arrays (x, key, rate) and the options. A rate that is a number is an option."""
     (x,) = checks.floating(op, **{name: x})
     key = checks.array(op, "key", key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -28,8 +28,6 @@ Gradients = tuple[Floats, Floats]
 
 
 def _mean_loss(name, loss, slope):
-    """Return the `Pair` of the mean of `loss(error)`, given the derivative `slope(error)`."""
-
     def forward(predictions, targets):
         error = upcast(predictions) - upcast(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
@@ -112,7 +110,6 @@ def _weighted_gradients(log_sigmoid):
 
 
 def _log_sigmoid_in_kernels(x):
-    """Return `ln σ(x)` by operations that kernels support."""
     return jnp.minimum(x, 0.0) - jnp.log(1 + jnp.exp(-jnp.abs(x)))
 
 
@@ -168,12 +165,10 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, **arrays):
-    """Check the named arrays, and call the loss `op`."""
     return op(*_checked(op.name, **arrays).values(), implementation=implementation)
 
 
 def _loss_backward(op, implementation, dy, **arrays):
-    """Check the named arrays, and call the backward `op`."""
     gradients = op(*_checked(op.name, dy=dy, **arrays).values(), implementation=implementation)
     return in_dtypes_of(tuple(arrays.values()), gradients)
 
@@ -312,7 +307,6 @@ def sigmoid_binary_cross_entropy_backward(
 
 
 def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
-    """Return the checked arrays, with pos_weight last, unless it is None."""
     (logits,), labels = checks.floating(op, logits=logits), checks.array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
         (labels,) = checks.floating(op, labels=labels)

@@ -30,7 +30,6 @@ def _angles(positions, dtype, frequencies):
 
 
 def _apply_to_pairs(function, x, interleaved):
-    """Return `function(x1, x2)` as an array like x, for the features x1 and x2 of each pair."""
     half = x.shape[-1] // 2
     axis, sizes = (-1, (half, 2)) if interleaved else (-2, (2, half))
     x1, x2 = jnp.moveaxis(x.reshape(*x.shape[:-1], *sizes), axis, 0)
@@ -170,7 +169,6 @@ def _check(op, name, x, positions, base, frequencies, interleaved):
 
 
 def _frequencies(op, head_dim, base, frequencies):
-    """Return one frequency per pair, as static Python numbers."""
     if frequencies is None:
         base = checks.number(op, "base", base, low=1.0)
         return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
