@@ -10,9 +10,8 @@ import numpy as np
 
 
 class ByContent:
-    """A base of frozen dataclasses whose fields are trees of arrays and other values.
+    """A base of frozen dataclasses that are equal if their arrays have the same dtypes, shapes, and bits.
 
-    Two objects of one class are equal if all arrays have the same dtypes, shapes, and bits, and other values are equal.
     `jax.jit` then compiles once for equal static arguments. The hash is computed once, so the arrays must not change.
     An object with an array that is not concrete, such as a tracer, is equal only to itself.
     """

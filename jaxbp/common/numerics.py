@@ -15,15 +15,12 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is true or None, else `other`. Excluded elements have a gradient of 0, even NaN."""
+    """Return `a` where `where` is true or None, else `other`. Excluded elements, even NaN, have a gradient of 0."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
 def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
-    """Return `a` for a softmax over the axis, with -inf in place of excluded elements.
-
-    If all elements of a softmax are excluded, they become 0, because a softmax of only -inf would be NaN.
-    """
+    """Return `a` with excluded elements set to -inf, or to 0 if all are excluded, so that no softmax is NaN."""
     if where is None:
         return a
     where = jnp.broadcast_to(where, a.shape)

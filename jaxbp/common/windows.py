@@ -23,14 +23,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. Each attribute has one entry for rows and one for columns.
-
-    Attributes:
-      window: the number of positions.
-      stride: the distance between windows.
-      padding: (before, after), with the padding that `ceil_mode` adds.
-      dilation: the distance between the positions of a window.
-    """
+    """The windows of a pool on images of one size. The padding (before, after) includes the padding by `ceil_mode`."""
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -136,10 +129,7 @@ class PoolOptions(TypedDict, total=False):
 def pool_windows(
     op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
-    """Check the options of a pool. Return its windows, and its padding without the padding that `ceil_mode` adds.
-
-    `shape` is the shape of the images, NCHW, or only their height and width.
-    """
+    """Return a pool's windows, and its padding without the padding by `ceil_mode`. `shape` ends in height and width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
         raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants some of {known}")
@@ -174,7 +164,7 @@ def _whole_windows(size, reach, stride, padding):
 
 
 def with_pool_options(function: _Function) -> _Function:
-    """Replace `**options` in a signature by the options of pools, with their types and defaults."""
+    """Replace `**options` in a signature by the options of pools."""
     signature = inspect.signature(function)
     defaults = inspect.signature(pool_windows).parameters
     options = [

@@ -1,7 +1,6 @@
 """The filters and paddings of the two convolutions that compute the gradients of a convolution.
 
-The gradient with respect to x convolves dy, spaced out by the stride, with the rotated filters. The gradient with
-respect to w correlates x with dy. Sizes and paddings have one entry for rows and one for columns.
+dx convolves dy, spaced out by the stride, with the rotated filters. dw correlates x with dy.
 """
 
 import jax.numpy as jnp

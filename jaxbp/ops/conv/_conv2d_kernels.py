@@ -1,7 +1,7 @@
 """Calls of the kernels of `conv2d` and its gradients.
 
 Where it is faster on the tensor cores, the convolution or dx is a product with the filter matrix (`_filter_matrix`),
-which needs no transposes. Otherwise, a gradient transposes its arrays to batch-last, pads them, and calls a kernel.
+without transposes. Otherwise, a gradient transposes its arrays to batch-last, and calls a kernel.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Convolutions of small images as matrix products with a matrix of the filters. cuBLAS runs them on the tensor cores.
+"""Convolutions of small images as products with a matrix of the filters, which cuBLAS runs on the tensor cores.
 
-Most elements of the matrix are zero. On the tensor cores, the products are nevertheless faster than the convolution.
+Although most elements of the matrix are zero, the products are faster than the convolution.
 """
 
 import math
@@ -15,9 +15,9 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Limits of the number of elements of the matrix, which every call builds, and of the number of input positions per
-filter position (tap). The larger the second number is, the more elements are zero. Up to 2.6 million elements and 31
-positions per tap (28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
+"""Limits of the size of the matrix, which every call builds, and of the number of input positions per filter position
+(tap), which determines the share of zeros. Up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5
+filters), the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -101,13 +101,12 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
 
-    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`. For each row of the pool's
-    windows, the band, a matrix of the filters, multiplies dy, placed at the maxima with zeros elsewhere.
+    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`. The `_band` multiplies dy,
+    placed at the maxima with zeros elsewhere, once per row of the pool's windows.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
     matrix, height = _band(w, Q, W, window)
-    # Place each element of dy at the maximum of its window.
     places = jnp.arange(R * S, dtype=place.dtype)[None, None, :, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)

@@ -1,6 +1,4 @@
-"""Layouts of images and filters. Ops compute in NCHW and OIHW, and transpose arrays in other layouts before and after.
-
-XLA combines the transposes with the convolution.
+"""Layouts of images and filters. Ops transpose to NCHW and OIHW, and XLA combines the transposes with the convolution.
 
 A layout is a tuple of axes: batch (or output channels), channels (or input channels), and spatial axes.
 """

@@ -169,10 +169,7 @@ def global_avg_pool2d(
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
-    `channel_axis` is the axis of the channels, 1 for NCHW and -1 for NHWC.
-
-    Raises:
-      TypeError, ValueError: x is not floating, or is not a batch of images.
+    `channel_axis` and the errors are as in `max_pool2d`.
 
     Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
     """

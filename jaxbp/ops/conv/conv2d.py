@@ -157,16 +157,14 @@ def conv2d(
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. If it permits tensor cores, as it does by default, float32 may be
         rounded to TF32, and a NaN or infinity in a small image may spread over the image.
-      implementation: None for the fastest. "pallas" supports no dilation and no groups. Its forward is cuDNN, or for
-        small images cuBLAS.
+      implementation: None for the fastest. "pallas" supports no dilation and no groups.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes or options that do not fit.
+      TypeError, ValueError: dtypes, shapes, or options do not fit.
       NotImplementedError: "pallas" with arguments that its kernels do not support.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
@@ -192,8 +190,7 @@ def conv2d_backward_input(
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v
-    with `i s + u d - p = h` and `j s + v d - p = l`. This convolves dy, spaced out by the stride, with the filter
-    rotated by 180 degrees.
+    with `i s + u d - p = h` and `j s + v d - p = l`.
 
     Args:
       dy: gradient with respect to y.
@@ -272,8 +269,7 @@ def conv2d_backward_bias(
     Returns:
       db, in dy's dtype, summed in float32.
 
-    Raises:
-      TypeError, ValueError: dy is not floating, or does not have four axes.
+    The errors are as in `conv2d`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

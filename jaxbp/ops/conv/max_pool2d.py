@@ -1,5 +1,4 @@
-"""Max-pooling. The forward keeps the position of the maximum in each window, and the backward adds the gradient of the
-window at this position."""
+"""Max-pooling. The forward keeps the position of each maximum, and the backward adds the gradient there."""
 
 from typing import Unpack
 
@@ -51,8 +50,7 @@ def max_and_indices(x, *, windows):
 
 def _first_inside(windows):
     """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`."""
-    # A window in which every element is -inf selects this position. A dilated window that reads only padding selects a
-    # position in the padding.
+    # A window of only -inf selects this position. A dilated window that reads only padding selects a position in it.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
         for n, f, s, d, (before, _) in zip(
@@ -171,27 +169,24 @@ def max_pool2d(
     the dilation, and p the padding before the first element.
 
     Args:
-      x: images, NCHW, or another layout with the channels on `channel_axis`.
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair. None means the size of the window. (Flax's default is 1.)
       padding: the number of -inf around the image: an int, or for rows and for columns an int or a pair (before,
         after); or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than the window with
         its dilation.
       dilation: the distance between the positions of a window, an int or a pair.
-      ceil_mode: whether the last window of an axis may reach beyond the padded input. It must start before the padding
-        after the input.
+      ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
+        input.
       channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0.
       implementation: None for the fastest. "pallas" supports no dilation.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
-      rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. The gradient goes to the first of
-      equal maxima in row-major order, or to the first NaN. With "autodiff", XLA decides where the gradient of a window
-      with NaN goes.
+      rounded down, or up if `ceil_mode`. A window with a NaN gives NaN. The gradient goes to the first of equal maxima
+      in row-major order, or to the first NaN. With "autodiff", XLA chooses the position for a window with NaN.
 
     Raises:
-      TypeError: x is not floating.
-      ValueError: shapes or options do not fit.
+      TypeError, ValueError: dtypes, shapes, or options do not fit.
       NotImplementedError: "pallas" with arguments that its kernel does not support.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.

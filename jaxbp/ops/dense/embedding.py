@@ -1,7 +1,7 @@
 """Embedding: each index selects a row of a table, and the backward adds up the gradients of each row without atomics.
 
-The backward sorts the indices stably, so that equal indices form a run, and adds the gradients of each run in a fixed
-order. Two calls therefore give the same bits. On a GPU, JAX's autodiff uses atomics instead.
+The backward sorts the indices stably, and adds the gradients of each run of equal indices in a fixed order. Two calls
+give the same bits.
 """
 
 import math
@@ -151,8 +151,7 @@ def embedding(
       y, in the table's dtype.
 
     Raises:
-      TypeError: the indices are not integers, or the table is not floating.
-      ValueError: the table is not a matrix with at least one row and one column.
+      TypeError, ValueError: dtypes do not fit, or the table is not a matrix, or is empty.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """
@@ -167,20 +166,18 @@ def embedding_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "num_embeddings features"]:
-    """Gradient of `embedding` with respect to the table: `dtable_k = Σ_i dy_i`, where the sum is over the indices that
-    select row k.
+    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over the indices that select row k.
 
     Args:
       dy: gradient with respect to y.
-      indices, table: as in `embedding`. Of the table, only its shape and dtype are used.
+      table: as in `embedding`. Only its shape and dtype are used.
       implementation: None for the fastest. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
         sums in dy's dtype, on a GPU with atomics.
 
     Returns:
       dtable, in the dtype of the table. Rows that no index selects are 0.
 
-    Raises:
-      TypeError, ValueError: as in `embedding`, or dy does not fit.
+    The errors are as in `embedding`.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

@@ -1,11 +1,9 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes. The logits never exist as a whole.
 
-The examples (rows of x) are divided into chunks, and a scan computes the logits of one chunk at a time. The reduction
-decides the number of matrix products of forward and backward together:
-
-- "mean" and "sum": three. Under differentiation, the forward computes the gradients along with the losses, from the
-  same logits. The backward multiplies the gradients by one number.
-- None: four. Each loss has its own cotangent, so the backward computes the logits again.
+A scan computes the logits of one chunk of the examples (rows of x) at a time. With the reductions "mean" and "sum",
+the forward under differentiation also computes the gradients, and the backward multiplies them by one number. Both
+together compute three matrix products. With None, each loss has its own cotangent, and the backward computes the logits
+again, which makes four products.
 """
 
 import functools
@@ -32,7 +30,7 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
 """The size in bytes up to which the logits are one chunk. If they are larger, a chunk has at most half of this size,
-because the sums of the weights' gradients need memory, too."""
+because sums of the weights' gradients need memory, too."""
 ROWS_MULTIPLE = 128
 """The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
@@ -281,7 +279,7 @@ def linear_softmax_cross_entropy(
     """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
     `z = x wᵀ + b`.
 
-    The logits z are computed for a chunk of the rows at a time, and only "autodiff" stores all of them.
+    Only "autodiff" stores all logits z at once.
 
     Args:
       x, w: inputs and weights.
@@ -291,8 +289,7 @@ def linear_softmax_cross_entropy(
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       z_loss: the factor in the formula.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
-      reduction: "mean" or "sum" of the losses of the kept rows; None for one loss per row, 0 if the row is not kept.
-        The mean of no rows is 0.
+      reduction: "mean" (of no rows, it is 0) or "sum" over the kept rows; None for one loss per row, 0 if not kept.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. On a mesh, "pallas" is "xla".
 
@@ -304,8 +301,7 @@ def linear_softmax_cross_entropy(
     cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError: x, w, or b is not floating, the labels are not integers, or `where` is not boolean.
-      ValueError: shapes do not fit, or an option has an invalid value.
+      TypeError, ValueError: dtypes or shapes do not fit, or an option is invalid.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

@@ -1,12 +1,11 @@
-"""A multi-layer perceptron and its loss as one op. It has dense layers with ReLU between them, then softmax and
-cross-entropy.
+"""Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
 The type of the residuals selects the backward:
 
 - `Rows`: the formula.
 - `WideRows`: a kernel.
-- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss. A second kernel
-  multiplies these gradients by dy.
+- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss, and a second
+  kernel multiplies it by dy.
 """
 
 import functools
@@ -56,7 +55,7 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Return the gradients with respect to the logits, to each hidden layer before ReLU (the last first), and to x."""
+    """Return the gradients of the logits, of the hidden layers before ReLU, from the last to the first, and of x."""
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -100,10 +99,9 @@ def _gradients(dy, saved, *, precision):
 
 
 class WideRows(NamedTuple):
-    """Residuals as in `Rows`, with wide rows, and padded to a multiple of the number of lanes.
+    """Residuals as in `Rows`, with wide rows, padded with examples of zeros to a multiple of the number of lanes."""
 
-    Rows of the padding must be zeros. Sums over examples multiply them by zeros, and infinity times 0 would be NaN.
-    """
+    # Without the zeros, sums over examples could multiply infinity by 0.
 
     x_batch_last: Array
     labels: Array
@@ -113,11 +111,9 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals for the product of dy and the gradients of each loss. Of the weights, only the shapes are used.
+    """Residuals for the product of dy and the gradients of each loss. Of the weights, only the shapes are used."""
 
-    If a label is not a class, the gradients of its example are 0. The backward replaces its dy by NaN, unless dy is 0
-    (`dy_of_valid`), so that the product is NaN or 0.
-    """
+    # If a label is not a class, the gradients of its example are 0, and `dy_of_valid` is NaN or 0.
 
     x_batch_last: Array
     labels: Array
@@ -225,7 +221,7 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x and the labels with the batch last. Zeros pad the features of x to the width that the kernels need."""
+    """Return x and the labels with the batch last, and x padded to the width that the kernels need."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -268,7 +264,6 @@ def mlp_softmax_cross_entropy(
     """`softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
-      x: inputs.
       labels: one class per example, in [0, classes).
       layers: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The last outputs are the
         logits.
@@ -277,8 +272,8 @@ def mlp_softmax_cross_entropy(
         features. Otherwise "pallas" computes the formula with cuBLAS.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, the loss and
-      the gradients of its example are NaN. Where dy is 0, its gradients are 0.
+      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, its loss is
+      NaN, and so are its gradients, unless dy is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.

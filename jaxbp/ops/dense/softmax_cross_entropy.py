@@ -52,10 +52,7 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Return logits and labels without the numbers that `where` excludes.
-
-    A dropped example becomes zeros. An excluded class gets the logit -inf and the weight 0, and is no valid label.
-    """
+    """Replace excluded examples by 0, and excluded classes by the logit -inf, the weight 0, or an invalid label."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -93,8 +90,8 @@ def are_valid(labels, classes):
 
 def nan_unless(valid, loss):
     """Return the loss where `valid` is true, and NaN elsewhere. The gradient is NaN there, too, unless dy is 0."""
-    # The cotangent is multiplied by the largest number twice, then by 0, and not by NaN. A cotangent of 0 stays 0. Any
-    # other cotangent overflows, and infinity times 0 is NaN.
+    # The cotangent is multiplied by the largest number twice, then by 0. A cotangent of 0 stays 0. Any other overflows,
+    # and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
@@ -203,8 +200,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,
-    # With ten classes, launches take most of the time on a GPU, and XLA's formula needs fewer, without transposes. On a
-    # CPU, autodiff computes less, because only the logarithm of the label's class has a gradient.
+    # With ten classes on a GPU, XLA's formula needs fewer launches, without transposes. On a CPU, autodiff computes
+    # less, because only the logarithm of the label's class has a gradient.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -227,23 +224,22 @@ def softmax_cross_entropy(
 
     Args:
       logits: scores.
-      labels: one class per example (integers in [0, classes)), or one weight per class and example. In the formula, y
-        are the weights, 1 for a class that is given as an integer. Weights are differentiable and need not sum to 1. A
-        class with weight 0 and a logit of -inf adds nothing to the loss and has no gradient.
-      axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is an index in
-        row-major order over these axes, in the order in which they are given.
+      labels: one class per example (integers in [0, classes)), or one weight y per class and example. Weights are
+        differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
+        no gradient.
+      axis: the axis or axes of the classes, or None for all. With several axes, an integer label is a row-major index
+        over these axes, in the order in which they are given.
       where: one boolean per example, or one per class and example; None includes all. A dropped example has the loss 0
-        and no gradient, even if its label or logits are NaN. An excluded class is left out of the log-sum-exp and of
-        the loss. The kernels take only one boolean per example.
+        and no gradient, even if it is NaN. An excluded class is left out of the log-sum-exp and of the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
-        excluded classes do not count. The kernels take only 0.
-      z_loss: a number of at least 0. The kernels take only 0.
-      implementation: None for the fastest.
+        excluded classes do not count.
+      z_loss: a number of at least 0.
+      implementation: None for the fastest. "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
+        per class.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
-      integer label is not a class, or is an excluded class, the loss is NaN. Its gradient is then NaN, too, unless dy
-      is 0, as where `jnp.where` excludes the loss.
+      integer label is not an included class, the loss is NaN, and so is its gradient, unless dy is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
@@ -269,10 +265,8 @@ def softmax_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`. The z-loss adds `2 dy z_loss logsumexp(logits)
-    softmax(logits)_k`.
-
-    In the formula, y are the smoothed weights.
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)` with the smoothed weights y. The z-loss adds
+    `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
     Args:
       dy: gradient with respect to each loss.

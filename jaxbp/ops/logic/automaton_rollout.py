@@ -121,13 +121,12 @@ def automaton_step(
 
     Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order. A
     cell outside of the grid is 0, or is a cell on the opposite side if the automaton is periodic. perception_k and
-    update are layers of gates, as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped with derivative
-    1, because gates that compare a and b double such an error in every layer.
+    update are layers of gates, as in `gate_layer`. Rounding errors outside of [0, 1] are clipped with derivative 1,
+    because gates that compare a and b double them in every layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
         `(gates, parameters)` for update. They may have a wider dtype than the state.
-      automaton: a `jaxbp.Automaton`, the wires.
       state: values in [0, 1].
       key: decides which cells update; required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates. Otherwise it keeps its state.
@@ -138,8 +137,7 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: automaton or key has the wrong type, or an array is not floating.
-      ValueError: shapes do not fit, the parametrization is unknown, or the fire rate is below 1 without a key.
+      TypeError, ValueError: types or shapes do not fit, an option is invalid, or a key is missing.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -161,10 +159,10 @@ def automaton_step_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
-    """Gradients of `automaton_step`. Each of its gate layers has the gradients of `gate_layer_backward`.
+    """Gradients of `automaton_step`, in each gate layer as in `gate_layer_backward`.
 
-    The gradients of the logits are summed over all cells, and for perception also over all channels. The gradient of a
-    cell's state is summed over the nine cells that see it, plus `dnext` of the cell if the cell did not update.
+    The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
+    cell's state is a sum over the nine cells that see it, plus `dnext` of the cell if the cell did not update.
 
     Args:
       dnext: gradient with respect to the next state. If its dtype is not the state's, both are promoted to one dtype.
@@ -219,8 +217,7 @@ def automaton_rollout(
       The last state, in the state's dtype.
 
     Raises:
-      TypeError, ValueError: as in `automaton_step`. Also a ValueError if steps is negative or not an integer, if the
-        policy is unknown, or if the rounding rate is outside [0, 1], or above 0 without a key.
+      TypeError, ValueError: as in `automaton_step`.
 
     Source: as in `automaton_step`; for the policies, `jaxbp.checkpointed_scan`.
     """

@@ -8,8 +8,7 @@ A gate computes one of 16 functions of two bits. The bits of the function's numb
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-One `Pair` maps the parameters of each gate to its coefficients. A second `Pair` maps the coefficients to the values of
-the gates.
+One `Pair` maps the parameters of each gate to its coefficients, and a second one maps the coefficients to values.
 """
 
 import dataclasses
@@ -90,10 +89,9 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return the same as `_inputs_of_gates`, but gather from copies of the rows, of which each is read at most once."""
-    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather would add to
-    # one row in an order that varies between runs on a GPU. With few rows for most consumers, copies need too much
-    # memory.
+    """Compute `_inputs_of_gates`, but gather from copies of the rows, each of which is read at most once."""
+    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather adds in an
+    # order that varies on a GPU. If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
@@ -101,8 +99,7 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the index of the copy that each gate reads: element 2 g for its input a, and 2 g + 1 for its input b."""
-    # The `max_fan_out` copies of a row are adjacent.
+    """Return the index of the copy that gate g reads: element 2 g for its input a, and 2 g + 1 for its input b."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -281,15 +278,13 @@ def gate_layer(
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
-      wires: a `jaxbp.Wires` with the same numbers of gates and inputs.
-      x: inputs: bits, or numbers between 0 and 1.
+      x: bits, or numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
         "input_wise": 4 parameters. Their sigmoids are the rows of the truth table.
         "walsh": 4 weights of 1, A, B and AB, where A and B are ±1 for the two bits. A row of the truth table is the
-          sigmoid of the weighted sum. At relaxed inputs, y is interpolated between the rows. The source takes the
-          sigmoid of the sum there, too.
-      groups: if given, each result is the sum over one of this number of equal groups of neighboring gates, as in
+          sigmoid of the weighted sum. Relaxed inputs interpolate between the rows, unlike in the source.
+      groups: if given, the number of groups of neighboring gates over which the results are sums, as in
         `jaxbp.group_sum`.
       implementation: None for the fastest.
 
@@ -297,8 +292,7 @@ def gate_layer(
       y in x's dtype, computed in float32 or wider. With `groups`, the sums in float32 or wider.
 
     Raises:
-      TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes do not fit, the parametrization is unknown, or groups does not divide the number of gates.
+      TypeError, ValueError: types or shapes do not fit, or an option is invalid.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",

@@ -1,8 +1,8 @@
 """Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
 
 A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values, which is the "or" of bits. If convolution and or-pool are one op, the forward keeps the position of
-the largest value, one byte per pooled output. The backward recomputes only the tree at this position.
+neighboring values, the "or" of bits. If convolution and or-pool are one op, the forward keeps one byte per pooled
+output, the position of the largest value. The backward recomputes only the tree at this position.
 """
 
 import functools
@@ -212,8 +212,7 @@ def logic_conv2d(
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
-      wires: a `jaxbp.TreeWires` with the same numbers of kernels, gates, and channels.
-      x: images, bits or numbers between 0 and 1.
+      x: bits, or numbers between 0 and 1.
       stride: an int, or a pair for rows and columns.
       padding: zeros on each side: an int, a pair for rows and columns, "SAME", or "VALID".
       parametrization: as in `gate_layer`.
@@ -223,8 +222,7 @@ def logic_conv2d(
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
 
     Raises:
-      TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes or options do not fit, or the parametrization is unknown.
+      TypeError, ValueError: types, shapes, or options do not fit.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -278,8 +276,6 @@ def logic_conv2d_or_pool2d(
     implementation: Implementation = None,
 ) -> Float[Array, "batch kernels out_height out_width"]:
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
-
-    The backward needs x and one byte per pooled output.
 
     Args:
       pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
@@ -361,11 +357,9 @@ def logic_or_pool2d(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Return the "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same
-    arguments and errors.
+    """Return the "or" of the bits in each window, relaxed to their maximum.
 
-    The gradient goes to the first maximum, or to the first NaN. The backward is `max_pool2d_backward`. With "autodiff",
-    XLA decides where the gradient of a window with NaN goes.
+    This is `max_pool2d`, and the backward is `max_pool2d_backward`.
 
     Source: as in `logic_conv2d`.
     """

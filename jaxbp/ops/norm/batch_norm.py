@@ -132,13 +132,11 @@ def batch_norm(
     A channel whose squares overflow becomes NaN.
 
     Args:
-      x: an array with the batch, the channels, and any number of spatial axes.
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       epsilon: a number of at least 0.
-      channel_axis: the axis of the channels.
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the statistics are, too.
       use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass over x. It loses the
         digits of a channel whose mean is far from zero.
@@ -151,8 +149,7 @@ def batch_norm(
       `momentum running + (1 - momentum) statistics`, and have no gradient.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or numbers are out of range.
+      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

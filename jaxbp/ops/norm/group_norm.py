@@ -99,19 +99,17 @@ def group_norm(
     normalization. A group whose squares overflow becomes NaN.
 
     Args:
-      x: an array whose first axis is the batch, with any number of spatial axes.
+      x: an array whose first axis is the batch.
       scale, bias: one value per channel; None for ones and zeros.
       num_groups: a divisor of the number of channels. Neighboring channels form a group.
       epsilon: a number of at least 0.
-      channel_axis: the axis of the channels, which is not the first.
       implementation: None for the fastest.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or numbers are out of range.
+      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """

@@ -38,16 +38,15 @@ def rows(a):
 
 
 def _first(x):
-    # Subtracting a row's first element before the mean is computed improves the accuracy. In exact arithmetic, it does
-    # not change the result, so it needs no gradient.
+    # Subtracting a row's first element first makes the mean more accurate. In exact arithmetic, it changes nothing, so
+    # it needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std), one number each per row.
+    """Return (offset, inv_std) per row. Without `center`, the offset is None, and inv_std is 1 / root mean square.
 
     The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
-    Without `center`, the offset is None, and `inv_std` is the reciprocal of the root mean square.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -89,9 +88,9 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32, for ops that also need y again.
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32, dbias None without `center`, and y if `with_y`.
 
-    dbias is None without `center`, and y without `with_y`. If inv_std is None, the statistics are computed from x.
+    If inv_std is None, the statistics are computed from x.
     """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
@@ -163,7 +162,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward without its forward. The statistics are None, and computed from x."""
+    """Return the residuals of a backward without its forward, which computes the statistics from x."""
     return x, scale, None, None
 
 
@@ -207,11 +206,9 @@ def layer_norm(
 ) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
-    The variance is the mean of the squared deviations, because `mean(x²) - mean(x)²` would lose the digits of a row far
-    from zero. A row whose squares overflow becomes NaN.
+    A row whose squares overflow becomes NaN.
 
     Args:
-      x: rows.
       scale, bias: one value per column; None for ones and zeros.
       eps: a number of at least 0. With eps > 0, y is `bias` for a constant row.
       axis: the last axis, or several last axes, which are then a row. Scale and bias have the shape of a row.
@@ -222,8 +219,7 @@ def layer_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or eps is not a number of at least 0.
+      TypeError, ValueError: dtypes, shapes, or eps do not fit.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -253,7 +249,7 @@ def layer_norm_backward(
     Returns:
       (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's. Half precisions are summed in float32.
 
-    Source: docs/layer_norm.md, derived from the paper that `layer_norm` cites.
+    Source: docs/layer_norm.md.
     """
     shape, (*arrays, dy) = _check("layer_norm_backward", axis, eps, x, scale, dy=dy)
     dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=eps, center=True, implementation=implementation)
@@ -273,13 +269,7 @@ def rms_norm(
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
     becomes NaN.
 
-    Args:
-      scale: one value per column; None for ones.
-      eps: a number of at least 0.
-      The other arguments and the errors are as in `layer_norm`.
-
-    Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
+    Arguments, dtypes, and errors are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """

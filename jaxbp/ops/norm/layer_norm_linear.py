@@ -128,7 +128,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals for a backward without its forward. The statistics are None, and computed from x."""
+    """Return the residuals of a backward without its forward, which computes the statistics from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -256,13 +256,12 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward keeps x and two numbers per row instead of the normalized rows. Under "pallas", for many rows in
-    bfloat16 on compute capability 9.0, it keeps the normalized rows in place of x, and rounds `w * scale` to bfloat16.
+    Residuals are x and two numbers per row. Under "pallas", for many rows in bfloat16 on compute capability 9.0, they
+    are the normalized rows instead, and `w * scale` is rounded to bfloat16.
 
     Args:
       x, scale, bias, eps: as in `layer_norm`.
-      w: weights, one row per output.
-      b: bias of the outputs, or None.
+      w, b: weights, and bias of the outputs, or None.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest.
 

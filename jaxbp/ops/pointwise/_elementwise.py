@@ -28,8 +28,8 @@ class Elementwise(Pair):
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
       in_kernels: `gradient` in operations that kernels support, if they differ.
-      keeps_result: whether to keep y instead of x, if `gradient(dy, y)` equals `gradient(dy, x)`. It saves memory,
-        because the next op often keeps y, too.
+      keeps_result: whether to keep y, which the next op often keeps, too, instead of x. `gradient(dy, y)` must equal
+        `gradient(dy, x)`.
       linear_in, default, default_vjp: as in `Pair`.
     """
 
@@ -87,13 +87,12 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """A pair of element-wise formulas with a number, which is static or an array of shape ().
+    """A pair of element-wise formulas with a number named `number`, which is static or an array of shape ().
 
     Args:
-      number: the name of the number.
       forward: `forward(*arrays, number)`, in jnp.
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: the gradient with respect to the number, before it is summed over all elements.
+      number_gradient: the gradient of the number, before it is summed.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):

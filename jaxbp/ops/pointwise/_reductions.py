@@ -154,13 +154,7 @@ def _places(shape, axis):
 
 
 def _extreme(reduction, neutral, exceeds):
-    """Return the forward of `max` or `min`.
-
-    Args:
-      reduction: `jnp.max` or `jnp.min`.
-      neutral: the result of a reduction of nothing.
-      exceeds: `jnp.greater` or `jnp.less`. The result is `initial` if it exceeds all elements.
-    """
+    """Return the forward of `max` or `min`. `neutral` is the result of a reduction of nothing."""
 
     def forward(a, where, *, initial, **options):
         y = _reduced_where(reduction, neutral)(a, where, **options)

@@ -192,8 +192,9 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
-    """Leaky ReLU, `y = x where x > 0, else negative_slope x`. The slope is a number, or a differentiable array of shape
-    ().
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
+
+    The slope is a number, or a differentiable array of shape ().
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
@@ -236,8 +237,9 @@ def _check_alpha(op, x, alpha):
 
 
 def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
-    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`. alpha is a number, or a differentiable array
-    of shape ().
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
+
+    alpha is a number, or a differentiable array of shape ().
 
     Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
     units", ICLR 2016.
@@ -317,8 +319,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is subtracted first.
 
-    The sum is over the elements that `where` includes, a boolean array that broadcasts to x. Excluded elements have
-    y = 0 and a gradient of 0, even if they are NaN.
+    The boolean array `where` broadcasts to x. Elements that it excludes are not summed. They have y = 0 and a gradient
+    of 0, even if they are NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)

@@ -77,7 +77,6 @@ def _log_in_two(x):
 
 def _product_in_two(a, b):
     """Return the product as a sum of two numbers: the exact product of the upper halves of the digits, and the rest."""
-    # If a compiler fuses the operations, the sum is at least as accurate.
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
@@ -94,9 +93,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # The derivative is replaced only at the points `constant`. At other points with x2 = 0, second derivatives need
-        # the slope of the factor x2. At replaced points, the base is 1, because with the true base, slopes would be
-        # infinite, and 0 times infinity is NaN.
+        # The derivative is replaced only at the points `constant`, because elsewhere, second derivatives need the slope
+        # of the factor x2. At replaced points, the base is 1, because 0 times the slope of the true base would be NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -140,7 +138,7 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names, with Python numbers, also those that a transformation made arrays, promoted."""
+    """Return x1 and x2 by their names. Python numbers, also those that JAX made arrays, are promoted."""
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
     if arrays and any(map(_is_number, (x1, x2))):
         is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)

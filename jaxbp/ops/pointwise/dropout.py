@@ -71,15 +71,13 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      x: any shape and floating dtype.
       key: a key of `jax.random`. The same key drops the same elements, also in the backward.
       rate: the probability of a 0, a number in [0, 1], or an array of shape (), which has a gradient of 0.
       broadcast_dims: axes along which all elements are dropped or kept together.
       implementation: None for the fastest.
 
     Raises:
-      TypeError: x is not floating, or key is not a key.
-      ValueError: rate is a number that is not in [0, 1], or broadcast_dims are not different axes of x.
+      TypeError, ValueError: x is not floating, or another argument is invalid.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """

@@ -1,6 +1,6 @@
 """Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and GEGLU.
 
-The backward keeps the two inputs and recomputes the activation.
+The backward recomputes the activation.
 """
 
 import functools
@@ -85,8 +85,7 @@ def gated_linear_unit(
       y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: the shapes differ, or the activation is unknown.
+      TypeError, ValueError: dtypes or shapes do not fit, or the activation is unknown.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """

@@ -1,8 +1,7 @@
 """Losses that compare predictions with targets of the same shape.
 
-All arguments are floating. An argument of another dtype raises a TypeError, and shapes that differ a ValueError,
-because nothing is broadcast. With `implementation=None`, the fastest runs. In every backward, `dy` is the gradient with
-respect to the loss.
+All arguments are floating and have the same shape, without broadcasting; others raise a TypeError or a ValueError. With
+`implementation=None`, the fastest runs. In every backward, `dy` is the gradient with respect to the loss.
 """
 
 import functools
@@ -261,8 +260,7 @@ def binary_cross_entropy_backward(
 ) -> Gradients:
     """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` for the labels.
 
-    dp is dy times `1 / (1 - p)` for y = 0, and dy times `-1 / p` for y = 1, at any p. The gradient of the labels is
-    infinite at p = 0 and p = 1.
+    For y = 0, dp is dy times `1 / (1 - p)`, and for y = 1, dy times `-1 / p`, at any p.
     """
     return _loss_backward(_BINARY_CROSS_ENTROPY.vjp, implementation, dy, probabilities=probabilities, labels=labels)
 
@@ -279,11 +277,8 @@ def sigmoid_binary_cross_entropy(
     A correct infinite logit has the loss 0.
 
     Args:
-      logits: x.
-      labels: y, in [0, 1]. They may be integers or booleans.
-      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits, such as one
-        weight per class. None is 1.
-      implementation: None for the fastest.
+      logits, labels: x and y. The labels are in [0, 1], and may be integers or booleans.
+      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits. None is 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
     op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY

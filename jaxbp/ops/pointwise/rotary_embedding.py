@@ -104,11 +104,10 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: one integer per token, with one axis per leading axis of x, of the same size or of size 1. For x of
-        shape `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      positions: integers, with one axis per leading axis of x, of its size or of size 1. For x of shape
+        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: a number of at least 1.
-      frequencies: one number per pair, in radians per position, or None. It replaces `base`, for example to scale to a
-        longer context.
+      frequencies: one number per pair, in radians per position, which replaces `base`, or None.
       interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, it
         consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
       implementation: None for the fastest.
@@ -117,8 +116,7 @@ def rotary_embedding(
       y, in x's dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded.
 
     Raises:
-      TypeError: x is not floating, or the positions are not integers.
-      ValueError: shapes do not fit, or an option is invalid.
+      TypeError, ValueError: dtypes or shapes do not fit, or an option is invalid.
 
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
     """
