@@ -153,7 +153,6 @@ def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
 
 
 def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return one axis, several, or all (None), as a sorted tuple of ints, counted from the front."""
     wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):

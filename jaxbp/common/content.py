@@ -10,10 +10,10 @@ import numpy as np
 
 
 class ByContent:
-    """A base of frozen dataclasses that are equal if their arrays have the same dtypes, shapes, and bits.
+    """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, and other values by equality.
 
     `jax.jit` then compiles once for equal static arguments. The hash is computed once, so the arrays must not change.
-    An object with an array that is not concrete, such as a tracer, is equal only to itself.
+    An object with a tracer or another array that is not concrete is equal only to itself.
     """
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""The dtypes in which ops compute, and sums that keep their digits."""
+"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes have size 1 here."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def wide(dtype: DTypeLike) -> DTypeLike:
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
-    """Return the mean of included elements, rounded to float32 or wider, and its rounding error. Axes have size 1.
+    """Return the mean of included elements, rounded to float32 or wider, and its rounding error.
 
     Deviations `(a - mean) - rest` keep their digits if the numbers are far from zero.
     """
@@ -45,7 +45,7 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | Non
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider. Axes have size 1.
+    """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider.
 
     The softmax `exp(a - largest) / total` is more accurate than `exp(a - logsumexp)`, because logsumexp is rounded.
     """
@@ -55,7 +55,7 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return `exp(a - largest)` and its sum, in float32 or wider. Reduced axes of the sum have size 1."""
+    """Return `exp(a - largest)` and its sum, in float32 or wider."""
     # XLA compiles this to one kernel, unless the code tests whether the largest element is finite.
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)

@@ -52,7 +52,6 @@ class Windows:
         return filled and self == Windows(self.input_size, self.window, self.window)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `lax.reduce_window` for images NCHW."""
         return dict(
             window_dimensions=(1, 1, *self.window),
             window_strides=(1, 1, *self.stride),
@@ -69,7 +68,6 @@ def output_size(input_size, window, *, stride, padding, dilation=None, **options
 
 
 def dilated(window, dilation) -> tuple[int, ...]:
-    """Return the size of a window whose positions are `dilation` apart."""
     return tuple((f - 1) * d + 1 for f, d in zip(window, dilation, strict=True))
 
 

@@ -30,7 +30,6 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    """Compute `forward`, also fast on a CPU."""
     options = dict(padding=padding, precision=precision)
     convolve = functools.partial(
         _convolve,

@@ -179,8 +179,7 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    Residuals are x and one byte per window of the pool. The kernels never write the activations before pooling to
-    memory.
+    Residuals are x and one byte per window of the pool.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.

@@ -67,8 +67,7 @@ def linear(
     Args:
       x, w, b: inputs, weights, and bias, or None.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. "pallas" has kernels only for exact float32 (`precision="highest"`), and
-        else computes the gradients with cuBLAS.
+      implementation: None for the fastest. "pallas" calls cuBLAS, except for exact float32 (`precision="highest"`).
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.

@@ -1,9 +1,8 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-The result has the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest runs.
-"pallas" has kernels only for products in exact float32 (`precision="highest"`, as in `jax.lax.dot`), and else calls
-cuBLAS. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or a
-ValueError.
+Results have the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest runs.
+"pallas" calls cuBLAS, except for exact float32 (`precision="highest"`, as in `jax.lax.dot`). In every backward, `dy` is
+the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math

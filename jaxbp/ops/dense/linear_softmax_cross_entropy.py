@@ -1,9 +1,8 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes. The logits never exist as a whole.
 
 A scan computes the logits of one chunk of the examples (rows of x) at a time. With the reductions "mean" and "sum",
-the forward under differentiation also computes the gradients, and the backward multiplies them by one number. Both
-together compute three matrix products. With None, each loss has its own cotangent, and the backward computes the logits
-again, which makes four products.
+the forward under differentiation also computes the gradients, in three matrix products. The backward multiplies them by
+one number. With None, each loss has its own cotangent, and the backward computes the logits again, a fourth product.
 """
 
 import functools
@@ -29,8 +28,8 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""The size in bytes up to which the logits are one chunk. If they are larger, a chunk has at most half of this size,
-because sums of the weights' gradients need memory, too."""
+"""The size in bytes up to which the logits are one chunk. Otherwise, a chunk has at most half of this size, because sums
+of the weights' gradients need memory, too."""
 ROWS_MULTIPLE = 128
 """The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
@@ -131,6 +130,8 @@ def _chunk_rows(rows, w):
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
+    # Chunk i takes the rows whose index is i modulo the number of chunks, so that on a mesh, each device has a part of
+    # every chunk. Zeros, which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]

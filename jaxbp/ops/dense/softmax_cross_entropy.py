@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy as one loss of logits. The label of an example is one class, or one weight per class."""
+"""Softmax and cross-entropy as one loss of logits."""
 
 import functools
 import math
@@ -219,11 +219,9 @@ def softmax_cross_entropy(
 ) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
-    The z-loss adds `z_loss logsumexp(logits)²`. The log-sum-exp subtracts the largest logit first, so no exponential
-    overflows.
+    The z-loss adds `z_loss logsumexp(logits)²`. No exponential overflows.
 
     Args:
-      logits: scores.
       labels: one class per example (integers in [0, classes)), or one weight y per class and example. Weights are
         differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
         no gradient.

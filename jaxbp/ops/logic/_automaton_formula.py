@@ -31,12 +31,10 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: tuple, dlast: Array) -> Array:
-    """Convert the gradient of the last state to this module's layout."""
     return enter(dlast)
 
 
 def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
-    """Convert the gradient of the first state back to `(batch, height, width, channels)`."""
     return jnp.moveaxis(gradient, 0, -1)
 
 

@@ -24,8 +24,7 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches them as one CUDA graph, in which kernels start
-sooner."""
+"""The number of ticks in the body of a compiled loop. XLA launches their kernels as one CUDA graph, which is faster."""
 _GATES, _LANES = 0, 1
 """Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False

@@ -165,7 +165,7 @@ def automaton_step_backward(
     cell's state is a sum over the nine cells that see it, plus `dnext` of the cell if the cell did not update.
 
     Args:
-      dnext: gradient with respect to the next state. If its dtype is not the state's, both are promoted to one dtype.
+      dnext: gradient with respect to the next state.
       The other arguments and the errors are as in `automaton_step`.
 
     Returns:
@@ -251,7 +251,7 @@ def automaton_rollout_backward(
     Here s_t is rounded with the random values of the forward.
 
     Args:
-      dlast: gradient with respect to the last state. If its dtype is not the state's, both are promoted to one dtype.
+      dlast: gradient with respect to the last state.
       The other arguments and the errors are as in `automaton_rollout`.
 
     Returns:

@@ -170,8 +170,6 @@ _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
 def _where_it_pays(kernel, formula):
-    """Return a function that calls `kernel` with the table of the 16 functions if it is faster, else `formula`."""
-
     def function(*arrays):
         if not kernel.pays(*arrays, table=_TABLE):
             return formula(*arrays)
@@ -324,7 +322,7 @@ def gate_layer_backward(
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not y's, dy and x are promoted to one dtype.
+      dy: gradient with respect to y.
       The other arguments and the errors are as in `gate_layer`.
 
     Returns:

@@ -214,7 +214,7 @@ def logic_conv2d(
       logits: the parameters of each gate. They may have a wider dtype than x.
       x: bits, or numbers between 0 and 1.
       stride: an int, or a pair for rows and columns.
-      padding: zeros on each side: an int, a pair for rows and columns, "SAME", or "VALID".
+      padding: zeros on each side, as in `conv2d`.
       parametrization: as in `gate_layer`.
       implementation: None for the fastest. "pallas" supports depths up to 4.
 
@@ -251,11 +251,11 @@ def logic_conv2d_backward(
     dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
+      dy: gradient with respect to y.
       The other arguments and the errors are as in `logic_conv2d`.
 
     Returns:
-      (dlogits, dx), in the dtypes of logits and x. Every run returns the same bits.
+      (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x
@@ -280,10 +280,7 @@ def logic_conv2d_or_pool2d(
     Args:
       pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
         ignored. "pallas" supports up to 9 positions.
-      The other arguments, the errors, and the source are as in `logic_conv2d`.
-
-    Returns:
-      y, in x's dtype.
+      The other arguments, the dtype, the errors, and the source are as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
@@ -300,13 +297,10 @@ def logic_conv2d_or_pool2d_with_indices(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
-    """Return the result of `logic_conv2d_or_pool2d` and the positions that its backward needs.
+    """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the positions that its backward needs.
 
-    Returns:
-      (y, indices). indices has the first position of the largest value in each window, as `u * pool_width + v` for row
-      u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
-
-    Arguments and errors are as in `logic_conv2d_or_pool2d`.
+    Each index is the first maximum in its window, as in `max_pool2d_with_indices`. Arguments and errors are as in
+    `logic_conv2d_or_pool2d`.
     """
     op = "logic_conv2d_or_pool2d_with_indices"
     y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
@@ -330,13 +324,13 @@ def logic_conv2d_or_pool2d_backward(
     selected position.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
+      dy: gradient with respect to y.
       indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. For values outside of the
         window, the result is undefined.
       The other arguments and the errors are as in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (dlogits, dx), in the dtypes of logits and x. Every run returns the same bits.
+      (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x

@@ -66,9 +66,9 @@ def _terms(dy, x, mean, rest):
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`, given the sums of `_terms`.
+    """Return ((a, b, c), dscale, dbias), given the sums of `_terms`, with `dx = a dy + b (x - mean) + c`.
 
-    The formula is that of `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n`, with n = count.
+    dx is as in `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n`, with n = count.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)

@@ -1,11 +1,6 @@
 """Normalization of each row over its last axis: LayerNorm and RMSNorm.
 
-With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, where means are over the row (derivation: docs/layer_norm.md),
-
-    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
-
-with sums over all rows. RMSNorm has no bias and subtracts no means, from x or from t. The static option `center` is
-True for LayerNorm and False for RMSNorm.
+The static option `center` is True for LayerNorm. It is False for RMSNorm, which has no bias and subtracts no means.
 """
 
 import functools
@@ -212,8 +207,7 @@ def layer_norm(
       scale, bias: one value per column; None for ones and zeros.
       eps: a number of at least 0. With eps > 0, y is `bias` for a constant row.
       axis: the last axis, or several last axes, which are then a row. Scale and bias have the shape of a row.
-      implementation: None for the fastest, which on GPUs are the kernels for rows whose length is a multiple of 128 up
-        to 1024, or of 256 up to 8192; otherwise autodiff.
+      implementation: None for the fastest (docs/kernels/norm.md).
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
@@ -236,7 +230,7 @@ def layer_norm_backward(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
-    """Gradients of `layer_norm`. With `t = dy * scale` and x̂ the normalized rows,
+    """Gradients of `layer_norm`. With `t = dy * scale` and `x̂ = (x - mean) * inv_std`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 

@@ -1,7 +1,6 @@
 """LayerNorm and a dense layer in one op.
 
-The backward recomputes the normalized rows. For many rows in bfloat16, however, the kernels keep x̂, the normalized
-rows before scale and bias, in place of x. Then
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. Then
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),

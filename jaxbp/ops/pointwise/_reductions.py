@@ -36,8 +36,6 @@ def _reduced_where(function, excluded):
 
 
 def _spread(scale):
-    """Return the backward of `scale(n)` times a sum of n elements."""
-
     def formula(dy, *, axis, keepdims, shape):
         scaled = upcast(_keep_axes(dy, shape, axis)) * scale(count_of(shape, axis))
         return jnp.broadcast_to(scaled, shape).astype(dy.dtype)
@@ -164,8 +162,6 @@ def _extreme(reduction, neutral, exceeds):
 
 
 def _save_first(forward):
-    """Return a `save` for `Pair` that keeps the index of the first extreme element."""
-
     def save(a, where, *, axis, keepdims, shape, initial):
         @jax.custom_jvp
         def extreme(a, where):
