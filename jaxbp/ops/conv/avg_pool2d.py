@@ -112,8 +112,8 @@ def avg_pool2d(
       The other arguments and the errors are as in `max_pool2d`. The padding is 0, not -inf.
 
     Returns:
-      y, in x's dtype, with the size that `max_pool2d` returns. The mean of a window without a position that counts is
-      NaN, which takes dilation and `count_include_pad=False`.
+      y, in x's dtype, with the size that `max_pool2d` returns. If no position of a window counts, its mean is NaN. This
+      happens only with dilation and `count_include_pad=False`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """

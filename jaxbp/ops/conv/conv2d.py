@@ -164,7 +164,7 @@ def conv2d(
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError, ValueError: dtypes, shapes, or options do not fit.
+      TypeError, ValueError: an argument is invalid.
       NotImplementedError: "pallas" with arguments that its kernels do not support.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.

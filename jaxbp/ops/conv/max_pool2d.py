@@ -186,7 +186,7 @@ def max_pool2d(
       in row-major order, or to the first NaN. With "autodiff", XLA chooses the position for a window with NaN.
 
     Raises:
-      TypeError, ValueError: dtypes, shapes, or options do not fit.
+      TypeError, ValueError: an argument is invalid.
       NotImplementedError: "pallas" with arguments that its kernel does not support.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.

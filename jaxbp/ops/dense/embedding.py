@@ -151,7 +151,7 @@ def embedding(
       y, in the table's dtype.
 
     Raises:
-      TypeError, ValueError: dtypes do not fit, or the table is not a matrix, or is empty.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """

@@ -73,7 +73,7 @@ def linear(
       y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or the precision is invalid.
+      TypeError, ValueError: an argument is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)

@@ -28,8 +28,8 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""The size in bytes up to which the logits are one chunk. Otherwise, a chunk has at most half of this size, because sums
-of the weights' gradients need memory, too."""
+"""The size in bytes up to which the logits are one chunk. Otherwise, a chunk has at most half of this size, because
+sums of the weights' gradients need memory, too."""
 ROWS_MULTIPLE = 128
 """The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
@@ -302,7 +302,7 @@ def linear_softmax_cross_entropy(
     cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or an option is invalid.
+      TypeError, ValueError: an argument is invalid.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

@@ -240,7 +240,7 @@ def softmax_cross_entropy(
       integer label is not an included class, the loss is NaN, and so is its gradient, unless dy is 0.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
+      TypeError, ValueError: an argument is invalid.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et

@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-In the layout of the kernels, a state is a vector with all channels of all cells, followed by unused elements
-(`padded_lanes`). The gradient with respect to a state is a pair (dseen, dkept). dseen has, for each cell, the gradients
-with respect to the nine cells that it sees. dkept has the rest, such as gradients of cells that kept their state.
+A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). The gradient of a
+state is a pair (dseen, dkept). dseen has, for each cell, the gradients of the nine cells that it sees. dkept has the
+rest, such as gradients of cells that kept their state.
 """
 
 import dataclasses
@@ -172,8 +172,7 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     """Compute `tick_backward` by the formula, in the layout of the kernels."""
-    # The formula sums the gradients of perception over the channels. The first channel's lanes get the sum, and the
-    # other channels' lanes get 0.
+    # The formula sums the gradients of perception over the channels, so the first channel's lanes get the sum.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))

@@ -1,8 +1,6 @@
 """Many ticks of a logic cellular automaton, given the coefficients of its gates.
 
-A tick is computed by formulas or by kernels, which are two modules with the same functions (`backend`).
-`jaxbp.checkpointing` keeps states for the backward. The gradients of the coefficients are summed over cells, then over
-ticks.
+Formulas or kernels compute a tick. They are two modules with the same functions (`backend`).
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-The kernels of a convolution are computed one after the other. The values that one leaf reads at all positions are a
-slice of the image, which is not copied.
+A scan computes one kernel after the other. The values that a leaf reads at all positions are a slice of the image.
 """
 
 import functools
@@ -20,9 +19,8 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 def forward(coefficients, wires, x, *, stride, pool):
     """Return the largest output of each tree in each window of the pool, and its first position.
 
-    The coefficients have the shape `(kernels, gates, 4)`, and x is padded. Both results have the shape
-    `(kernels, height, width, N)`. A position is `u * width + v` for row u and column v of the window. For windows of
-    one position, the positions are None.
+    x is padded. The coefficients have the shape `(kernels, gates, 4)`, and the results `(kernels, height, width, N)`.
+    A position is `u * width + v` for row u and column v of the window. For windows of size 1, the positions are None.
     """
     geometry = _Geometry(wires, x, stride, pool)
 

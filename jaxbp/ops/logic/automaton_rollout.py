@@ -137,7 +137,7 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: types or shapes do not fit, an option is invalid, or a key is missing.
+      TypeError, ValueError: an argument is invalid.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -292,7 +292,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
-    """Return the checked random options, or None if nothing is random. If `steps` is None, there is one tick."""
+    """Return the random options, or None if nothing is random. If `steps` is None, there is one tick."""
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -314,7 +314,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Return the checked rounding rate as an array, or None for the number 0, with which nothing is drawn."""
+    """Return the rounding rate as an array, or None for the number 0, with which nothing is drawn."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             came = f"{rate.dtype} of shape {rate.shape}"

@@ -290,7 +290,7 @@ def gate_layer(
       y in x's dtype, computed in float32 or wider. With `groups`, the sums in float32 or wider.
 
     Raises:
-      TypeError, ValueError: types or shapes do not fit, or an option is invalid.
+      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",

@@ -222,7 +222,7 @@ def logic_conv2d(
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
 
     Raises:
-      TypeError, ValueError: types, shapes, or options do not fit.
+      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """

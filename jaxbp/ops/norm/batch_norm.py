@@ -137,9 +137,9 @@ def batch_norm(
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       epsilon: a number of at least 0.
-      axis_name: mapped axes, as in `jax.lax.pmean`, over which the statistics are, too.
-      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass over x. It loses the
-        digits of a channel whose mean is far from zero.
+      axis_name: mapped axes over which the statistics are also computed, as in `jax.lax.pmean`.
+      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. It loses the digits of a
+        channel far from zero.
       implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the statistics.
 
     Returns:
@@ -149,7 +149,7 @@ def batch_norm(
       `momentum running + (1 - momentum) statistics`, and have no gradient.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
+      TypeError, ValueError: an argument is invalid.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

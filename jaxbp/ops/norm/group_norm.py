@@ -109,7 +109,7 @@ def group_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """

@@ -83,10 +83,7 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32, dbias None without `center`, and y if `with_y`.
-
-    If inv_std is None, the statistics are computed from x.
-    """
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. If inv_std is None, compute the statistics."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
@@ -213,7 +210,7 @@ def layer_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: dtypes, shapes, or eps do not fit.
+      TypeError, ValueError: an argument is invalid.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """

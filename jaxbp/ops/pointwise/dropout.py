@@ -77,7 +77,7 @@ def dropout(
       implementation: None for the fastest.
 
     Raises:
-      TypeError, ValueError: x is not floating, or another argument is invalid.
+      TypeError, ValueError: an argument is invalid.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """

@@ -85,7 +85,7 @@ def gated_linear_unit(
       y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or the activation is unknown.
+      TypeError, ValueError: an argument is invalid.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """

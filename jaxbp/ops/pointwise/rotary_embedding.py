@@ -116,7 +116,7 @@ def rotary_embedding(
       y, in x's dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or an option is invalid.
+      TypeError, ValueError: an argument is invalid.
 
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
     """
