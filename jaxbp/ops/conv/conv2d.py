@@ -157,14 +157,16 @@ def conv2d(
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. If it permits tensor cores, as it does by default, float32 may be
         rounded to TF32, and a NaN or infinity in a small image may spread over the image.
-      implementation: None for the fastest. "pallas" supports no dilation and no groups.
+      implementation: None for the fastest. "pallas" supports no dilation and no groups. It calls cuDNN for y, or
+        cuBLAS for y and dx of small images.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" with arguments that its kernels do not support.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.

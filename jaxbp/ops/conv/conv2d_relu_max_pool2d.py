@@ -184,7 +184,7 @@ def conv2d_relu_max_pool2d(
     Args:
       window: height and width of the pool's windows, which do not overlap.
       implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
-        at most 16 positions.
+        at most 16 positions. It may call cuBLAS for dx of small images.
       The other arguments are as in `conv2d`, and the errors as in `conv2d` and `max_pool2d`.
 
     Returns:

@@ -178,7 +178,8 @@ def max_pool2d(
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0.
-      implementation: None for the fastest. "pallas" supports no dilation.
+      implementation: None for the fastest. "pallas" supports no dilation, and uses XLA if every position is in exactly
+        one window.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
@@ -186,7 +187,8 @@ def max_pool2d(
       in row-major order, or to the first NaN. With "autodiff", XLA chooses the position for a window with NaN.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" with arguments that its kernel does not support.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.

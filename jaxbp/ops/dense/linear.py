@@ -67,13 +67,15 @@ def linear(
     Args:
       x, w, b: inputs, weights, and bias, or None.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. "pallas" calls cuBLAS, except for exact float32 (`precision="highest"`).
+      implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
+        (`precision="highest"`).
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)

@@ -292,7 +292,7 @@ def linear_softmax_cross_entropy(
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
       reduction: "mean" (of no rows, it is 0) or "sum" over the kept rows; None for one loss per row, 0 if not kept.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. On a mesh, "pallas" is "xla".
+      implementation: None for the fastest. "pallas" calls cuBLAS for the products. On a mesh, it is "xla".
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
@@ -302,7 +302,8 @@ def linear_softmax_cross_entropy(
     cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """

@@ -85,7 +85,8 @@ def gated_linear_unit(
       y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """
