@@ -2,7 +2,7 @@
 
 A scan computes the logits of one chunk of the examples (rows of x) at a time. With the reductions "mean" and "sum",
 the forward under differentiation also computes the gradients, in three matrix products. The backward multiplies them by
-one number. With None, each loss has its own cotangent, and the backward computes the logits again, a fourth product.
+one number. With None, cotangents differ between losses, and the backward computes the logits again, a fourth product.
 """
 
 import functools

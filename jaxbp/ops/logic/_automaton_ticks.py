@@ -152,7 +152,7 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Maps each implementation to a `Pair` with its own forward."""
+"""Maps each implementation to a `Pair`. The pairs have different forwards."""
 
 
 def ticks(implementation: str, state: Array) -> Pair:
