@@ -1,4 +1,4 @@
-"""Average-pooling. The backward divides the gradient of each window equally among the positions of the window."""
+"""Average-pooling: the backward divides the gradient of each window equally among the positions of the window."""
 
 from typing import Unpack
 
@@ -109,7 +109,7 @@ def avg_pool2d(
 
     Args:
       count_include_pad: whether the zeros of the padding count. Positions that `ceil_mode` adds never count.
-      The other arguments and the errors are as in `max_pool2d`. The padding is 0, not -inf.
+      Other arguments and errors: as in `max_pool2d`, with 0 in place of -inf.
 
     Returns:
       y, in x's dtype, with the size that `max_pool2d` returns. If no position of a window counts, its mean is NaN. This
@@ -142,7 +142,7 @@ def avg_pool2d_backward(
     Args:
       dy: gradient with respect to y.
       input_size: height and width of x, which y does not determine.
-      The other arguments and the errors are as in `avg_pool2d`.
+      Other arguments and errors: as in `avg_pool2d`.
     """
     op = "avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)

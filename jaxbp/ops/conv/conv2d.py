@@ -197,7 +197,7 @@ def conv2d_backward_input(
     Args:
       dy: gradient with respect to y.
       input_size: height and width of x, which y does not determine.
-      The other arguments and the errors are as in `conv2d`.
+      Other arguments and errors: as in `conv2d`.
 
     Returns:
       dx, in the dtype to which `jax.numpy` promotes dy and w.
@@ -236,7 +236,7 @@ def conv2d_backward_weights(
     Args:
       dy: gradient with respect to y.
       filter_size: height and width of w, which x and y do not determine if the stride skips rows.
-      The other arguments and the errors are as in `conv2d`.
+      Other arguments and errors: as in `conv2d`.
 
     Returns:
       dw, in the dtype to which `jax.numpy` promotes dy and x, summed in float32.

@@ -185,7 +185,7 @@ def conv2d_relu_max_pool2d(
       window: height and width of the pool's windows, which do not overlap.
       implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
         at most 16 positions. It may call cuBLAS for dx of small images.
-      The other arguments are as in `conv2d`, and the errors as in `conv2d` and `max_pool2d`.
+      Other arguments and errors: as in `conv2d` and `max_pool2d`.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.
@@ -244,7 +244,7 @@ def conv2d_relu_max_pool2d_backward(
     Args:
       dy: gradient with respect to y.
       indices: as returned by `conv2d_relu_max_pool2d_with_indices`.
-      The other arguments and the errors are as in `conv2d_relu_max_pool2d`.
+      Other arguments and errors: as in `conv2d_relu_max_pool2d`.
 
     Returns:
       (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32.

@@ -1,4 +1,4 @@
-"""Max-pooling. The forward keeps the position of each maximum, and the backward adds the gradient there."""
+"""Max-pooling: the forward keeps the position of each maximum, and the backward adds the gradient there."""
 
 from typing import Unpack
 
@@ -231,7 +231,7 @@ def max_pool2d_backward(
       dy: gradient with respect to y.
       indices: as returned by `max_pool2d_with_indices`. A gradient whose index lies outside of the window is dropped.
       input_size: height and width of x, which y does not determine.
-      The other arguments and the errors are as in `max_pool2d`.
+      Other arguments and errors: as in `max_pool2d`.
 
     Returns:
       dx, in dy's dtype.

@@ -95,7 +95,7 @@ def linear_backward(
 
     Args:
       dy: gradient with respect to y.
-      The other arguments and the errors are as in `linear`.
+      Other arguments and errors: as in `linear`.
 
     Returns:
       (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32, except for db with

@@ -1,8 +1,9 @@
-"""A dense layer, softmax, and cross-entropy as one op, for many classes. The logits never exist as a whole.
+"""A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-A scan computes the logits of one chunk of the examples (rows of x) at a time. With the reductions "mean" and "sum",
-the forward under differentiation also computes the gradients, in three matrix products. The backward multiplies them by
-one number. With None, cotangents differ between losses, and the backward computes the logits again, a fourth product.
+The logits never exist as a whole. A scan computes the logits of one chunk of the examples (rows of x) at a time. With
+the reductions "mean" and "sum", the forward under differentiation also computes the gradients, in three matrix
+products. The backward multiplies them by one number. With None, cotangents differ between losses, and the backward
+computes the logits again, a fourth product.
 """
 
 import functools
@@ -335,7 +336,7 @@ def linear_softmax_cross_entropy_backward(
 
     Args:
       dy: gradient with respect to the loss: one number, or one per row if the reduction is None.
-      The other arguments and the errors are as in `linear_softmax_cross_entropy`.
+      Other arguments and errors: as in `linear_softmax_cross_entropy`.
 
     Returns:
       (dx, dw, db), in the dtypes of x, w, and b. If b is None, db is the gradient at b = 0.

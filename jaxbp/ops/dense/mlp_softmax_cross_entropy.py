@@ -311,7 +311,7 @@ def mlp_softmax_cross_entropy_backward(
 
     Args:
       dy: gradient with respect to each loss.
-      The other arguments and the errors are as in `mlp_softmax_cross_entropy`.
+      Other arguments and errors: as in `mlp_softmax_cross_entropy`.
 
     Returns:
       (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.

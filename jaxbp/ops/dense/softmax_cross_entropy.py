@@ -269,7 +269,7 @@ def softmax_cross_entropy_backward(
 
     Args:
       dy: gradient with respect to each loss.
-      The other arguments and the errors are as in `softmax_cross_entropy`.
+      Other arguments and errors: as in `softmax_cross_entropy`.
 
     Returns:
       dlogits, in the dtype of the logits.

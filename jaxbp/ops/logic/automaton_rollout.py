@@ -167,7 +167,7 @@ def automaton_step_backward(
 
     Args:
       dnext: gradient with respect to the next state.
-      The other arguments and the errors are as in `automaton_step`.
+      Other arguments and errors: as in `automaton_step`.
 
     Returns:
       (dlogits, dstate), in the structure and dtypes of the logits and the state.
@@ -212,7 +212,7 @@ def automaton_rollout(
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
         "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
-      The other arguments are as in `automaton_step`.
+      Other arguments: as in `automaton_step`.
 
     Returns:
       The last state, in the state's dtype.
@@ -253,7 +253,7 @@ def automaton_rollout_backward(
 
     Args:
       dlast: gradient with respect to the last state.
-      The other arguments and the errors are as in `automaton_rollout`.
+      Other arguments and errors: as in `automaton_rollout`.
 
     Returns:
       (dlogits, dstate), in the structure and dtypes of the logits and the state.

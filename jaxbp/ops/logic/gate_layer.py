@@ -324,7 +324,7 @@ def gate_layer_backward(
 
     Args:
       dy: gradient with respect to y.
-      The other arguments and the errors are as in `gate_layer`.
+      Other arguments and errors: as in `gate_layer`.
 
     Returns:
       (dlogits, dx), in the dtypes of logits and x.

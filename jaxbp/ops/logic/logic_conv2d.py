@@ -253,7 +253,7 @@ def logic_conv2d_backward(
 
     Args:
       dy: gradient with respect to y.
-      The other arguments and the errors are as in `logic_conv2d`.
+      Other arguments and errors: as in `logic_conv2d`.
 
     Returns:
       (dlogits, dx), in the dtypes of logits and x.
@@ -281,7 +281,7 @@ def logic_conv2d_or_pool2d(
     Args:
       pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
         ignored. "pallas" supports up to 9 positions.
-      The other arguments, the dtype, the errors, and the source are as in `logic_conv2d`.
+      Other arguments, dtype, errors, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
@@ -328,7 +328,7 @@ def logic_conv2d_or_pool2d_backward(
       dy: gradient with respect to y.
       indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. For values outside of the
         window, the result is undefined.
-      The other arguments and the errors are as in `logic_conv2d_or_pool2d`.
+      Other arguments and errors: as in `logic_conv2d_or_pool2d`.
 
     Returns:
       (dlogits, dx), in the dtypes of logits and x.

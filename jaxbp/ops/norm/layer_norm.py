@@ -228,7 +228,8 @@ def layer_norm_backward(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
-    """Gradients of `layer_norm`. With `t = dy * scale` and `x̂ = (x - mean) * inv_std`,
+    """Gradients of `layer_norm`. With `t = dy * scale`, `x̂ = (x - mean) * inv_std`, and
+    `inv_std = 1 / sqrt(var(x) + eps)`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
@@ -236,7 +237,7 @@ def layer_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      The other arguments and the errors are as in `layer_norm`.
+      Other arguments and errors: as in `layer_norm`.
 
     Returns:
       (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's. Half precisions are summed in float32.
@@ -286,7 +287,7 @@ def rms_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      The other arguments and the errors are as in `rms_norm`.
+      Other arguments and errors: as in `rms_norm`.
 
     Returns:
       (dx, dscale), in the dtypes of x and scale. Half precisions are summed in float32.

@@ -1,6 +1,7 @@
 """LayerNorm and a dense layer in one op.
 
-For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. Then
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. With
+inv_std as in `layer_norm_backward`,
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
@@ -297,7 +298,7 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ the normalized rows before scale and bias,
+    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ and inv_std as in `layer_norm_backward`,
     `dn = dy w`, and `t = dn * scale`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
@@ -307,7 +308,7 @@ def layer_norm_linear_backward(
 
     Args:
       dy: gradient with respect to z.
-      The other arguments and the errors are as in `layer_norm_linear`.
+      Other arguments and errors: as in `layer_norm_linear`.
 
     Returns:
       (dx, dscale, dbias, dw, db) in the dtypes of x, scale, bias, and w; db has w's. Half precisions are summed in

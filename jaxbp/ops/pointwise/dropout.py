@@ -1,4 +1,4 @@
-"""Dropout. Only the key is saved, because the backward draws the mask again."""
+"""Dropout: only the key is saved, because the backward draws the mask again."""
 
 from collections.abc import Sequence
 
