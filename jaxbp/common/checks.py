@@ -1,7 +1,4 @@
-"""Checks of arguments, made when an op is traced.
-
-Every message names the op, the argument, the value received, and the value wanted.
-"""
+"""Checks of arguments, made when an op is traced."""
 
 import math
 from collections.abc import Sequence
@@ -15,25 +12,24 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
-"""The types of arrays that ops accept as arguments. Ops return JAX arrays."""
+"""Arrays that ops accept. Ops return JAX arrays."""
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating array that is an argument of an op. All arguments with this type in one signature have the same shape."""
+"""A floating argument of an op. All arguments of this type in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
-"""A floating array that an op returns, in the shape of its arguments of type `AnyFloats`."""
+"""A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""A boolean array that says which elements an op includes. It broadcasts to the array that it selects from."""
+"""Says which elements an op includes. It broadcasts to the array that it selects from."""
 Number = float | Float[AnyArray, ""]
-"""A static number, or a number that may be known only when the program runs."""
+"""A static number, or an array that may be traced."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
-"""A key of `jax.random`: a typed key, or a raw one with dtype uint32."""
+"""A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one dtype, after checking that each has a floating dtype of at least 16 bits.
+    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`.
 
-    Different dtypes are promoted as in `jax.numpy`. JAX converts each gradient back to the dtype of its argument. The
-    arguments named in `optional` may be None.
+    The arguments named in `optional` may be None.
     """
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
@@ -49,7 +45,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require the shape of an array. In `wanted`, "batch" means any size, and another string any size except 0."""
+    """Require a shape. In `wanted`, "batch" means any size, and another string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -62,8 +58,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 def scale_and_bias(
     op: str, x: Array, size: tuple[int, ...], scale: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Return scale and bias, after checking that they have the shape `size`. A scale that is None becomes ones, and a
-    bias zeros, in x's dtype."""
+    """Return scale and bias of shape `size`. None becomes ones and zeros, in x's dtype."""
     for name, a in (("scale", scale), ("bias", bias)):
         if a is not None:
             shape(op, name, a, *size)
@@ -72,7 +67,6 @@ def scale_and_bias(
 
 
 def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
-    """Return a pair of ints, given one int or a pair for rows and columns."""
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
     if not ints or min(both) < at_least:
@@ -81,7 +75,6 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
 
 
 def precision(op: str, value: PrecisionLike) -> PrecisionLike:
-    """Return `value`, after checking that `jax.lax.dot` accepts it as a precision."""
     both = value if isinstance(value, tuple) and len(value) == 2 else () if value is None else (value,)
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
@@ -95,14 +88,12 @@ _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorf
 
 
 def count(op: str, name: str, value: Any, at_least: int = 1) -> int:
-    """Return `value` as an int, after checking that it is a static integer of at least `at_least`."""
     if not is_int(value) or value < at_least:
         raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}")
     return int(value)  # a NumPy integer may overflow
 
 
 def boolean(op: str, name: str, value: Any) -> bool:
-    """Return `value`, after checking that it is a static boolean."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{op}: {name} is {value!r}; wants True or False")
     return bool(value)
@@ -117,14 +108,14 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels of element-wise functions and reductions do not support the arrays, or None if they do."""
+    """Return why the kernels of element-wise functions and reductions do not support the arrays, or None."""
     if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels do not support the dtypes of the arrays, or None if they do."""
+    """Return why the kernels do not support the dtypes, or None."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -140,11 +131,7 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as an array, after checking that it is boolean and broadcasts to one of the shapes with as many
-    axes, or that it is None.
-
-    If no shape has as many axes as `where`, it must broadcast to the first one.
-    """
+    """Return `where` as a boolean array that broadcasts to the shape with as many axes, else to the first, or None."""
     if where is None:
         return None
     where = array(op, "where", where)
@@ -158,7 +145,6 @@ def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
 
 
 def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
-    """Return the shape that the arrays broadcast to, aligned from the right."""
     try:
         return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
     except ValueError:
@@ -167,8 +153,6 @@ def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
 
 
 def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return the axes as a sorted tuple of ints, counted from the front. `axis` is one axis, several axes, or None for
-    all axes."""
     wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
@@ -177,18 +161,13 @@ def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
-    """Return an axis, counted from the front."""
     if not is_int(axis) or not -ndim <= axis < ndim:
         raise ValueError(f"{op}: {name} is {axis!r}; wants an int in [{-ndim}, {ndim})")
     return int(axis) % ndim
 
 
 def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
-    """Return `value`, after checking that it is a static number in `[low, high]`, or a real array of shape ().
-
-    The range of an array is not checked, because its value may be known only when the program runs. An integer array
-    is converted to floats.
-    """
+    """Return a static number in `[low, high]`, or a floating array of shape (), whose range is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
     is_integer = jnp.issubdtype(value.dtype, jnp.integer)
@@ -198,7 +177,6 @@ def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high
 
 
 def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """Return `value` as a float, after checking that it is a static number in `[low, high]`."""
     if not is_number(value) or not low <= value <= high:
         raise ValueError(f"{op}: {name} is {value!r}; wants a number in [{low}, {high}]")
     return float(value)

@@ -10,12 +10,10 @@ import numpy as np
 
 
 class ByContent:
-    """A base of frozen dataclasses with fields that are arrays, other values, and trees of them.
+    """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, and other values by equality.
 
-    Two objects of one class are equal if all their arrays have the same dtypes, shapes, and bits, and their other
-    values are equal. `jax.jit` then compiles once for equal objects that are static arguments, for example after a
-    reload. The hash is computed once, so the arrays must not change. An object with an array that is not concrete, for
-    example while JAX traces a function, is equal only to itself.
+    `jax.jit` then compiles once for equal static arguments. The hash is computed once, so the arrays must not change.
+    An object with a tracer or another array that is not concrete is equal only to itself.
     """
 
     @functools.cached_property

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The path of an argument's leaf, and its shape and dtype. The latter are None if the leaf is not an array."""
+    """The path, shape, and dtype of an argument's leaf. Shape and dtype are None if the leaf is not an array."""
 
     path: str
     shape: tuple[int, ...] | None
@@ -22,7 +22,7 @@ class _Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The structures, shapes, and dtypes of a function's arguments, as a key of a cache."""
+    """The structures, shapes, and dtypes of a function's arguments. They are a key of a cache."""
 
     leaves: tuple[_Leaf, ...]
     structure: Any
@@ -34,14 +34,9 @@ class Kinds:
 
     @property
     def count(self) -> int:
-        """The number of arguments."""
         return len(self.structure.children())
 
     def checked(self, op: str, names: list[str], found: Any) -> tuple:
-        """Return `found`, the gradients that a backward returned, as a tuple with one gradient, or None, per argument.
-
-        Raise TypeError or ValueError if their number, structures, shapes, or dtypes are wrong.
-        """
         gradients, each = as_tuple(found), f"a gradient for each of {', '.join(names)}"
         if isinstance(found, list):
             raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
@@ -58,7 +53,7 @@ def _leaf(path: tuple, a: Any) -> _Leaf:
 
 
 def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
-    """Check the gradient with respect to one argument. None may stand for the gradient of any part of it."""
+    """Check the gradient with respect to one argument. Parts of it may be None."""
     if kinds is None or gradient is None:
         return
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)
@@ -87,14 +82,13 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Return the gradients of the arguments that have a floating leaf, as a tuple, or alone if there is only one."""
+    """Return the gradients of the arguments that have a floating leaf, as a tuple unless there is only one."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the gradients of a function with respect to its floating arguments, as `of_floating` does, by JAX's
-    autodiff. In an argument with several leaves, the gradient of a leaf that is not floating is None."""
+    """Return the result of `of_floating` by JAX's autodiff. The gradient of a leaf that is not floating is None."""
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]
 
@@ -108,8 +102,7 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
 
 
 def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
-    """Return each gradient in the dtype of its argument, if the argument is floating. Both are pytrees of arrays with
-    one structure. An op computes its gradients in the dtype to which it promotes its arguments."""
+    """Return each gradient in the dtype of its argument, if the argument is floating. Both are pytrees."""
 
     def converted(a, gradient):
         dtype = jnp.result_type(a)
@@ -124,7 +117,6 @@ def _is_floating(a: Any) -> bool:
 
 
 def as_tuple(gradients: Any) -> tuple:
-    """Return the gradients as a tuple. A backward with one gradient may return it alone."""
     return gradients if isinstance(gradients, tuple) else (gradients,)
 
 
@@ -133,8 +125,6 @@ def _alone_or_tuple(gradients: tuple) -> Any:
 
 
 def positional_names(function: Callable, count: int) -> list[str]:
-    """Return names for the first `count` positional arguments of a function. If its signature has fewer names, the
-    other arguments get numbers."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [*names[:count], *(f"argument {i}" for i in range(len(names), count))]

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 REMEMBERED = 128
-"""The number of combinations of options that a cache remembers. For each remembered combination, it keeps the function
-with these options bound."""
+"""The number of combinations of options that a cache remembers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """Options as a key of a cache. Values of different types are different keys: True is not 1, and 2 is not 2.0."""
+    """Options as a key of a cache. Values of different types differ: True is not 1, and 2 is not 2.0."""
 
     values: Mapping[str, Any]
 
@@ -37,9 +36,8 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build` with a cache of its recent results.
+    """Return `build` with a cache of its recent results. Options among its arguments are given as `Options`.
 
-    Options among its arguments are given as `Options`. JAX finds the cached trace of a function by the function's
-    identity. For equal options, the result must therefore be the same object.
+    JAX finds a cached trace by a function's identity, so equal options must give the same object.
     """
     return functools.lru_cache(REMEMBERED)(build)

@@ -13,7 +13,7 @@ from jaxbp.common import checks
 Size = int | tuple[int, int]
 """One int for rows and columns, or a pair."""
 AxisPadding = int | tuple[int, int]
-"""The padding of one axis: the same number before and after, or a pair (before, after)."""
+"""The same number before and after, or a pair (before, after)."""
 Padding = int | str | Sequence[AxisPadding]
 """One int; one entry per axis, an int or a pair (before, after); or "SAME", "SAME_LOWER", or "VALID"."""
 
@@ -23,15 +23,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. Each attribute has one entry for rows and one for columns.
-
-    Attributes:
-      input_size: the size of the images.
-      window: the number of positions of a window.
-      stride: the distance between windows.
-      padding: the padding (before, after), including the padding that `ceil_mode` adds.
-      dilation: the distance between the positions of a window.
-    """
+    """The windows of a pool on images of one size. The padding (before, after) includes the padding by `ceil_mode`."""
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -41,7 +33,6 @@ class Windows:
 
     @property
     def output_size(self) -> tuple[int, int]:
-        """The number of windows along the rows and along the columns."""
         options = dict(stride=self.stride, padding=self.padding, dilation=self.dilation)
         return output_size(self.input_size, self.window, **options)
 
@@ -52,17 +43,15 @@ class Windows:
 
     @property
     def positions(self) -> int:
-        """The number of positions of a window."""
         return math.prod(self.window)
 
     @property
     def nonoverlapping(self) -> bool:
-        """Whether every position of the input is in exactly one window and every window lies inside the input."""
+        """Whether every position of the input is in exactly one window, and every window lies inside the input."""
         filled = all(size % f == 0 for size, f in zip(self.input_size, self.window, strict=True))
         return filled and self == Windows(self.input_size, self.window, self.window)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `lax.reduce_window` that describe these windows on images NCHW."""
         return dict(
             window_dimensions=(1, 1, *self.window),
             window_strides=(1, 1, *self.stride),
@@ -72,7 +61,6 @@ class Windows:
 
 
 def output_size(input_size, window, *, stride, padding, dilation=None, **options) -> tuple[int, ...]:
-    """Return the number of windows along each axis. `options`, the other options of a convolution, are ignored."""
     extent = window if dilation is None else dilated(window, dilation)
     return tuple(
         (size + sum(p) - reach) // s + 1 for size, reach, p, s in zip(input_size, extent, padding, stride, strict=True)
@@ -80,23 +68,17 @@ def output_size(input_size, window, *, stride, padding, dilation=None, **options
 
 
 def dilated(window, dilation) -> tuple[int, ...]:
-    """Return the size of a window whose positions are `dilation` apart."""
     return tuple((f - 1) * d + 1 for f, d in zip(window, dilation, strict=True))
 
 
 def per_axis(op, name, value, axes) -> tuple[int, ...]:
-    """Return one int per axis, of at least 1, given one int or one per axis."""
     if axes == 2:
         return checks.pair(op, name, value)
     return (checks.count(op, name, value[0] if isinstance(value, tuple | list) and len(value) == 1 else value),)
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Return `padding` as (before, after) for each axis. `window` is the size of a window with its dilation.
-
-    Raises:
-      ValueError: padding is not valid.
-    """
+    """Return the valid `padding` as (before, after) per axis. `window` is the size of a window with its dilation."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
@@ -117,7 +99,7 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
 
 
 def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
-    """Require that a window, or a filter, is not larger than the padded input. `name` is what the error calls it."""
+    """Require that a window or filter, called `name` in the error, is not larger than the padded input."""
     if not fits(extent, input_size, padding):
         by = lambda sizes: " x ".join(map(str, sizes))  # noqa: E731
         raise ValueError(
@@ -133,7 +115,7 @@ def fits(extent, input_size, padding) -> bool:
 
 
 class PoolOptions(TypedDict, total=False):
-    """The options of every pool. `jaxbp.max_pool2d` says what they mean."""
+    """The options of every pool, as in `jaxbp.max_pool2d`."""
 
     stride: Size | None
     padding: Padding
@@ -145,15 +127,7 @@ class PoolOptions(TypedDict, total=False):
 def pool_windows(
     op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
-    """Return the windows of a pool, and its padding (before, after) without the padding that `ceil_mode` adds.
-
-    `shape` is the shape of the images, NCHW, or only their height and width. The batch and the
-    channels are used only in an error message, to suggest a correction.
-
-    Raises:
-      TypeError: an option is unknown.
-      ValueError: the options are not valid or do not fit the input.
-    """
+    """Return a pool's windows, and its padding without the padding by `ceil_mode`. `shape` ends in height and width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
         raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants some of {known}")
@@ -174,13 +148,12 @@ def pool_windows(
 
 
 def unsupported(windows: Windows) -> str | None:
-    """Return why the kernels of pools do not support the windows, or None if they do."""
+    """Return why the kernels of pools do not support the windows, or None."""
     return None if windows.dilation == (1, 1) else f"dilation={windows.dilation}"
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return the padding (before, after) of one axis that completes the last window, if it starts before the padding
-    after the input."""
+    """Return the padding of one axis that completes a last window that starts before the padding after the input."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:
@@ -189,7 +162,7 @@ def _whole_windows(size, reach, stride, padding):
 
 
 def with_pool_options(function: _Function) -> _Function:
-    """Replace `**options` in the signature of `function` by the options of pools, with their types and defaults."""
+    """Replace `**options` in a signature by the options of pools."""
     signature = inspect.signature(function)
     defaults = inspect.signature(pool_windows).parameters
     options = [

@@ -1,4 +1,4 @@
-"""The implementations that measurements found fastest for ops where no kernel of jaxbp is faster than XLA."""
+"""Default implementations of ops where no kernel of jaxbp is faster than XLA, by measurement."""
 
 import functools
 
@@ -6,16 +6,13 @@ from jaxbp.common import checks
 from jaxbp.pairing import DefaultImplementation, Pair
 
 XLA_ON_GPU = DefaultImplementation(gpu="xla")
-"""The default for formulas that XLA fuses with the operations before and after them. A kernel would prevent the
-fusion."""
+"""For formulas that XLA fuses with the operations before and after them, which a kernel would prevent."""
 AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
-"""The default for ops whose gradient by autodiff is faster on a CPU. Autodiff keeps an exponential from the forward,
-which the formula of the backward computes again."""
+"""For ops whose autodiff is faster on a CPU, because it keeps an exponential that the backward's formula recomputes."""
 AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
-"""The default for ops whose gradient by autodiff is faster on a GPU, if forward and backward are in one program."""
+"""For ops whose autodiff is faster on a GPU, if forward and backward are in one program."""
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
-"""The default for ops whose gradient by autodiff is faster on both GPUs and CPUs."""
+"""For ops whose autodiff is faster on GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
-"""Make a `Pair` of formulas that XLA fuses with the operations before and after them. Under "pallas", its kernels
-compute element-wise functions, or sums of element-wise functions."""
+"""Make a `Pair` of formulas that XLA fuses. Its kernels compute element-wise functions, or sums of them."""

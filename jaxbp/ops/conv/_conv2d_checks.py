@@ -1,4 +1,4 @@
-"""The checks of the arguments of convolutions over one or two spatial axes."""
+"""Checks of the arguments of convolutions over one or two spatial axes."""
 
 from typing import Any
 
@@ -13,11 +13,9 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, groups=1) -> tuple[Array, Array, dict]:
-    """Check the arguments of a convolution over one or two spatial axes. Return x and w with the channels before the
-    spatial axes, and the options as `options_of` does.
+    """Return x and w with the channels before the spatial axes, and the options as `options_of` does.
 
-    Args:
-      layout: the result of `layouts.dimension_numbers`, or None for the default layout.
+    `layout` is the result of `layouts.dimension_numbers`, or None for the default layout.
     """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     given, spatial = x.shape, len(layout.lhs_spec) - 2
@@ -31,7 +29,6 @@ def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, g
 
 
 def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:
-    """Return the options, with one stride, one dilation, and one padding (before, after) per axis."""
     stride = per_axis(op, "stride", stride, len(input_size))
     dilation = per_axis(op, "dilation", dilation, len(input_size))
     groups = checks.count(op, "groups", groups)
@@ -43,8 +40,7 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require that the channels of x and w fit. If x, whose shape is `given` in the caller's layout, would fit with the
-    channels on its last axis, the error says so."""
+    """Require that the channels of x and w fit. The error says so if x, of shape `given`, would fit channels-last."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

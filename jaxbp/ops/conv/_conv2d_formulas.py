@@ -1,6 +1,6 @@
-"""The formulas of convolutions and of their gradients. They also define the gradients of `conv2d_relu_max_pool2d`.
+"""Formulas of convolutions and their gradients, also for `conv2d_relu_max_pool2d`.
 
-The functions take checked arguments: NCHW images, OIHW filters, and options with one entry per axis.
+The functions take checked NCHW images and OIHW filters, and options with one entry per axis.
 """
 
 import functools
@@ -30,7 +30,6 @@ def forward(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
-    """Compute the same as `forward`, by operations that are fast on a CPU, too."""
     options = dict(padding=padding, precision=precision)
     convolve = functools.partial(
         _convolve,
@@ -49,10 +48,7 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as one matrix product of the filters and shifted copies of the images.
-
-    There is one copy per filter position. It contains the inputs that this filter position is multiplied by.
-    """
+    """Compute the convolution as a product of the filters and one shifted copy of the images per filter position."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []
@@ -67,10 +63,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """Call `lax.conv_general_dilated`. On a CPU, move the channels to the last axis first.
-
-    Within a loop, a convolution on a CPU is fast only with the channels last.
-    """
+    """Call `lax.conv_general_dilated`. On a CPU within a loop, it is fast only with the channels last."""
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers
@@ -124,7 +117,7 @@ def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
 
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
-    # Exchange the channel and batch axes: dw is x correlated with dy, summed over the examples.
+    # With channel and batch axes exchanged, dw is x correlated with dy.
     return _convolve(
         x,
         dy,

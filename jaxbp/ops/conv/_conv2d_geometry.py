@@ -1,25 +1,20 @@
 """The filters and paddings of the two convolutions that compute the gradients of a convolution.
 
-The gradient with respect to x convolves dy, spaced out by the stride, with the rotated filters. The gradient with
-respect to w correlates x with dy. Every size is a pair of numbers, for rows and for columns.
+dx convolves dy, spaced out by the stride, with the rotated filters. dw correlates x with dy.
 """
 
 import jax.numpy as jnp
 
 
 def flip_and_swap(w, groups):
-    """Rotate the filters by 180 degrees and exchange the input and output channels of each group."""
+    """Rotate the filters by 180 degrees, and exchange the input and output channels of each group."""
     out_channels, in_channels, *window = w.shape
     w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
     return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding of dy in the convolution that computes dx, after dy has been spaced out by the stride.
-
-    The result has one pair (before, after) for rows and one for columns. With this padding, dx has the size of x. A
-    negative padding crops dy.
-    """
+    """Return the padding of the spaced-out dy with which dx has the size of x. A negative padding crops."""
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -29,11 +24,7 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding of x that ends at the last row and the last column that the filter read in the forward.
-
-    The result has one pair (before, after) for rows and one for columns. If the stride skipped the last rows or columns
-    of x, the padding after them is negative, and crops x.
-    """
+    """Return the padding (before, after) of x up to the last element that the filter read. If negative, it crops."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

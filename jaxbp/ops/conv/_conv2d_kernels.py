@@ -1,11 +1,7 @@
-"""Calls of the kernels of `conv2d` and its gradients: the choice of a kernel, and the conversion of arrays to its
-layout.
+"""Calls of the kernels of `conv2d` and its gradients.
 
-Where a matrix product on the tensor cores is faster, the convolution and its gradient with respect to x are products
-with the filter matrix (`_filter_matrix`). These products need no transposes. Otherwise, a gradient transposes its
-arrays so that the batch is the last axis, pads them, and calls a kernel. If the precision permits the tensor cores, one
-kernel computes the gradients with respect to w and b in one pass. `product_pays` and `one_pass_pays` make these choices
-from shapes, dtypes, and the precision.
+Where it is faster on the tensor cores, the convolution or dx is a product with the filter matrix (`_filter_matrix`),
+without transposes. Otherwise, a gradient transposes its arrays to batch-last, and calls a kernel.
 """
 
 import math
@@ -24,7 +20,6 @@ from pallas_kernels.core.layouts import LANES
 
 
 def forward_product(x, w, b, output_size, **options):
-    """Compute the convolution as a matrix product of the flattened images and the filter matrix (`_filter_matrix`)."""
     matrix = _matrix(w, x.shape[2:], output_size, **options)
     y = _filter_matrix.times_matrix(x, matrix, precision=options["precision"])
     y = y if b is None else y + jnp.repeat(b, math.prod(output_size))[None]
@@ -39,15 +34,10 @@ def _matrix(w, input_size, output_size, *, stride, padding, dilation, **options)
 
 
 def product_pays(w, input_size, output_size, precision):
-    """Return whether to compute the convolution, or dx, as a product with the filter matrix.
-
-    It is faster if the precision permits the tensor cores and the images are small.
-    """
     return on_tensor_cores(w.dtype, precision) and _filter_matrix.pays(w.shape, input_size, output_size)
 
 
 def input_gradient(dy, w, *, input_size, **options):
-    """Compute dx as a product with the filter matrix if `product_pays`, else by the kernel in full float32."""
     if not product_pays(w, input_size, dy.shape[2:], options["precision"]):
         return _input_gradient_exact(dy, w, input_size=input_size, **options)
     matrix = _matrix(w, input_size, dy.shape[2:], **options)
@@ -63,8 +53,7 @@ def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, group
 
 
 def weights_gradient(dy, x, **options):
-    """Compute dw by the kernel that computes dw and db in one pass if `one_pass_pays`, else by the kernel in full
-    float32."""
+    """Compute dw by the one-pass kernel if it pays, else by the kernel in full float32."""
     if one_pass_pays(dy, x, **options):
         return parameter_gradients(dy, x, **options)[0]
     dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
@@ -72,7 +61,7 @@ def weights_gradient(dy, x, **options):
 
 
 def parameter_gradients(dy, x, **options):
-    """Compute dw and db by one kernel on the tensor cores. Without a GPU, the kernels in full float32 compute them."""
+    """Compute dw and db by the one-pass kernel. Without a GPU, the kernels in full float32 run."""
     arrays = batch_last(dy), _reached(dy, x, **options)
     dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
     return dw.astype(dy.dtype), db.astype(dy.dtype)
@@ -84,8 +73,7 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether the kernel that computes dw and db in one pass on the tensor cores supports these arrays and is
-    faster."""
+    """Return whether the one-pass kernel for dw and db on the tensor cores supports these arrays and is faster."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)
@@ -94,7 +82,7 @@ def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
-    """Return the part of the padded x that the filter read in the forward, `(channels, height, width, N)`."""
+    """Return the part of the padded x that the filter read, `(channels, height, width, N)`."""
     reached = reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
     return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
 

@@ -1,7 +1,6 @@
-"""Convolutions of small images as matrix products with a matrix of the filters. cuBLAS runs them on the tensor cores.
+"""Convolutions of small images as products with a matrix of the filters, which cuBLAS runs on the tensor cores.
 
-Most elements of the matrix are zero, so most multiplications are by zero. The products are nevertheless faster than the
-convolution, because they run on the tensor cores.
+Although most elements of the matrix are zero, the products are faster than the convolution.
 """
 
 import math
@@ -16,17 +15,14 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Two limits. The first is the largest number of elements of the matrix, which every call builds. The second is the
-largest number of input positions per filter position (tap). The larger this number is, the more elements of the matrix
-are zero. Measured up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), where the
-product is faster than cuDNN."""
+"""Limits of the size of the matrix, which every call builds, and of the number of input positions per filter position
+(tap), which determines the share of zeros. Up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5
+filters), the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Return whether a product with the `filter_matrix` is faster than the convolution.
-
-    It is not for filters of size 1 x 1, because this convolution already is a matrix product of the filters and x.
-    """
+    """Return whether a product with the `filter_matrix` is faster than the convolution."""
+    # A convolution with filters of size 1 x 1 already is a matrix product.
     K, C, F, G = w_shape
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
@@ -42,19 +38,10 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`.
+    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`, in w's dtype.
 
-    The element is `w[k, c, u, v]` if the output at (i, j) multiplies the input at (h, l) by filter position (u, v),
-    else 0. This is so if `h = i * stride + u * dilation - before`, and if the same equation holds for l, j, and v.
-
-    Args:
-      w: `(K, C, F, G)`.
-      input_size: H and W.
-      output_size: I and J.
-      before: the numbers of rows of padding above the input and of columns of padding to its left.
-
-    Returns:
-      `(C * H * W, K * I * J)` in w's dtype.
+    The element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
+    `before` is the padding above and to the left of the input.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -69,11 +56,7 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply each flattened image `(C * H * W)` by a `filter_matrix`.
-
-    The images are `(N, C, H, W)`. The result is `(N, K * I * J)`, in the dtype of the images. With `transposed`, the
-    images are dy, `(N, K, I, J)`. They are multiplied by the transposed matrix, and the result is dx, `(N, C * H * W)`.
-    """
+    """Multiply images `(N, C, H, W)` by a `filter_matrix`, or if `transposed`, dy `(N, K, I, J)` by its transpose."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
@@ -84,27 +67,22 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""The least number of multiplications in float32 for which the product with the band is used. With fewer
-multiplications, the exact kernel is faster, because it takes one launch instead of four."""
+"""The least number of multiplications in float32 for which the product with the band pays. The exact kernel takes one
+launch instead of four."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps the bytes per element to the largest ratio at which the product with the band is used. The ratio is the number
-of multiplications by the band, divided by the number of multiplications in the exact kernel. Up to this ratio, the
-product is faster, because it runs on the tensor cores. Measured in float32; chosen by hand, not tuned, for half
-precisions."""
+"""Maps bytes per element to the largest ratio of multiplications by the band to multiplications in the exact kernel.
+Measured in float32; chosen by hand, not tuned, for half precisions."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    Args:
-      w: an array `(K, C, F, G)`, or an object with such a shape.
-      dy: an array `(K, P, Q, N)`, or an object with such a shape and a dtype.
-      width: the width of the input.
+    w has the shape `(K, C, F, G)`, and dy `(K, P, Q, N)`. `width` is the width of the input.
     """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
-    # The numbers of multiplications per example and per row of windows.
+    # Multiplications per example and per row of windows.
     exact = K * C * F * G * R * S * Q
     band = C * (F + R - 1) * width * K * R * S * Q
     if dy.dtype == jnp.float32 and exact * P * N < _MIN_FLOAT32_PRODUCTS:
@@ -121,25 +99,14 @@ def banded_input_gradient(
     window: tuple[int, int],
     precision: PrecisionLike = None,
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` with respect to x, with the batch last.
+    """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
 
-    It is one matrix product per row of the pool's windows. One factor is a matrix of the filters, the band, which is
-    the same for all rows. The other factor is dy, placed at the maximum of each window, with zeros elsewhere.
-
-    Args:
-      dy: `(K, P, Q, N)`.
-      place: the position of each window's maximum, in the same shape as dy.
-      w: `(K, C, F, G)`.
-      input_size: H and W.
-
-    Returns:
-      `(C, H, W, N)` in dy's dtype.
+    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`. The `_band` multiplies dy,
+    placed at the maxima with zeros elsewhere, once per row of the pool's windows.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
     matrix, height = _band(w, Q, W, window)
-    # Place each element of dy at the maximum of its window. The result is the gradient with respect to the
-    # convolution's result, and has its size.
     places = jnp.arange(R * S, dtype=place.dtype)[None, None, :, None, None]
     dy, place = dy.swapaxes(0, 1)[:, :, None], place.swapaxes(0, 1)[:, :, None]
     routed = jnp.where(place == places, dy, 0).reshape(P, K * R * S * Q, N)
@@ -156,12 +123,10 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return a matrix of the filters, the band, and the number of input rows that one row of the pool's windows
-    reaches.
+    """Return the band, and the number of input rows that one row of the pool's windows reaches.
 
-    Q is the number of windows in the row, S the width of a window, and W the width of the input. The band is
-    `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` if this position is inside the filter, else 0. It
-    maps dy at position (r, s) of window q to dx in row i and column j.
+    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps dy
+    at position (r, s) of window q to dx in row i and column j, for Q windows of width S and an input of width W.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

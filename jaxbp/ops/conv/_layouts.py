@@ -1,8 +1,6 @@
-"""Layouts of images and filters. Ops compute with channels before rows and columns, NCHW and OIHW, and transpose arrays
-in another layout before and after. XLA combines these transposes with the convolution.
+"""Layouts of images and filters. Ops transpose to NCHW and OIHW, and XLA combines the transposes with the convolution.
 
-A layout is a tuple of axes. The first entry is the axis of the batch, or of the output channels. The second entry is
-the axis of the channels, or of the input channels. The other entries are the spatial axes.
+A layout is a tuple of axes: batch (or output channels), channels (or input channels), and spatial axes.
 """
 
 from collections.abc import Sequence
@@ -14,16 +12,12 @@ from jax import Array, lax
 from jaxbp.common import checks
 
 DimensionNumbers = lax.ConvDimensionNumbers | Sequence[str] | None
-"""The layouts of x, w, and y, such as ("NHWC", "HWIO", "NHWC"), as in `jax.lax.conv_general_dilated`."""
+"""The layouts of x, w, and y, as in `jax.lax.conv_general_dilated`."""
 Layout = tuple[int, ...]
 
 
 def dimension_numbers(op: str, value: DimensionNumbers, spatial_axes: int = 2) -> lax.ConvDimensionNumbers:
-    """Return the layouts of x, w, and y. None means NCHW, OIHW, and NCHW, or NCW, OIW, and NCW.
-
-    Raises:
-      ValueError: value does not describe three layouts.
-    """
+    """Return the layouts of x, w, and y, or raise a ValueError. None means NCHW, OIHW, NCHW, or NCW, OIW, NCW."""
     shape = (1,) * (2 + spatial_axes)
     try:
         return lax.conv_dimension_numbers(shape, shape, value if value is None or _is_named(value) else tuple(value))
@@ -37,12 +31,7 @@ def _is_named(value: Any) -> bool:
 
 
 def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
-    """Return the layout of images with the batch on axis 0 and the channels on `channel_axis`. `options`, the other
-    options of a pool, are ignored.
-
-    Raises:
-      ValueError: channel_axis is not an axis after the batch.
-    """
+    """Return the layout of images with the channels on `channel_axis`, or raise a ValueError. Ignore `options`."""
     if not checks.is_int(channel_axis) or channel_axis not in (1, 2, 3, -1, -2, -3):
         raise ValueError(f"{op}: channel_axis is {channel_axis!r}; wants an int from 1 to 3 or from -3 to -1")
     channels = int(channel_axis) % 4
@@ -50,14 +39,13 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a`, whose axes are in this layout, with the channels before rows and columns. Require that the result has
-    the shape `wanted`, as `checks.shape` does."""
+    """Return `a`, given in this layout, with the channels first. Require that the result has the shape `wanted`."""
     checks.shape(op, name, a, *(wanted[layout.index(axis)] for axis in range(len(layout))))
     return a if _is_default(layout) else a.transpose(layout)
 
 
 def restore(a: Array, layout: Layout) -> Array:
-    """Return `a`, which has the channels before rows and columns, with its axes in this layout."""
+    """Undo `arrange`."""
     return a if _is_default(layout) else a.transpose(tuple(map(int, np.argsort(layout))))
 
 

@@ -1,4 +1,4 @@
-"""Average-pooling. The backward divides the gradient of each window equally among the positions of the window."""
+"""Average-pooling: the backward divides the gradient of each window equally among the positions of the window."""
 
 from typing import Unpack
 
@@ -27,19 +27,18 @@ def _forward(x, *, windows, counted, shape):
 def _counts(windows, counted, dtype):
     """Return the number of positions that each window averages, `(1, 1, P, Q)`, or one int if all are equal.
 
-    A position counts if it is in the input, or in `counted`, the padding (before, after) for rows and for columns.
+    A position counts if it is in the input or in the padding `counted`.
     """
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
         for at, size, (before, after) in zip(_positions(windows), windows.input_size, counted, strict=True)
     )
     counts = rows[:, None] * columns
-    # A dilated window may have no position that counts. Its sum is 0, and 0 / 0 is NaN.
+    # A dilated window may have no position that counts. Its mean is 0 / 0, NaN.
     return int(counts[0, 0]) if (counts == counts[0, 0]).all() else jnp.asarray(counts[None, None], dtype)
 
 
 def _positions(windows):
-    """Return the positions of each window in the input, for rows and for columns: two arrays (windows, positions)."""
     sides = zip(windows.output_size, windows.window, windows.stride, windows.padding, windows.dilation, strict=True)
     return [np.arange(n)[:, None] * s - before + np.arange(f) * d for n, f, s, (before, _), d in sides]
 
@@ -63,7 +62,7 @@ def _gradient(dy, *, windows, counted, shape):
 
 def _gradient_kernel(dy, *, windows, counted, shape):
     counts = _counts(windows, counted, jnp.float32)
-    # If all windows have equally many positions, the weights divide by this number. The kernel then reads dy's dtype.
+    # If all counts are equal, the weights divide, and the kernel reads dy's dtype.
     share, weight = (dy, 1 / counts) if isinstance(counts, int) else (upcast(dy) / counts, 1.0)
     spread = _spread(share, windows)
     images = batch_last(spread.reshape(-1, 1, *spread.shape[2:]))
@@ -109,20 +108,12 @@ def avg_pool2d(
     stride, d the dilation, p the padding before the first element, and m the number of positions that count.
 
     Args:
-      x: images, NCHW, or another layout with the channels on `channel_axis`.
-      window: height and width of the windows, as an int or a pair.
       count_include_pad: whether the zeros of the padding count. Positions that `ceil_mode` adds never count.
-      Other arguments: as in `max_pool2d`. The padding is 0, not -inf.
-      implementation: "pallas" (no dilation), "xla", "autodiff", or None for the fastest.
+      Other arguments and errors: as in `max_pool2d`, with 0 in place of -inf.
 
     Returns:
-      y, in x's dtype, with the size that `max_pool2d` returns. The mean of a window without a position that counts is
-      NaN. This takes dilation and `count_include_pad=False`.
-
-    Raises:
-      TypeError: x is not floating.
-      ValueError: shapes or options do not fit.
-      NotImplementedError: "pallas" with arguments that its kernel does not support.
+      y, in x's dtype, with the size that `max_pool2d` returns. If no position of a window counts, its mean is NaN. This
+      happens only with dilation and `count_include_pad=False`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
@@ -145,16 +136,13 @@ def avg_pool2d_backward(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows that contain (h, l). Here m is
-    the number of positions that count in the window.
+    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows that contain (h, l), where m
+    is the number of positions that count in the window.
 
     Args:
       dy: gradient with respect to y.
       input_size: height and width of x, which y does not determine.
-      Other arguments: as in `avg_pool2d`.
-
-    Raises:
-      TypeError, ValueError: as in `avg_pool2d`.
+      Other arguments and errors: as in `avg_pool2d`.
     """
     op = "avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)
@@ -181,12 +169,7 @@ def global_avg_pool2d(
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
-    Args:
-      x: images, NCHW, or another layout with the channels on `channel_axis`.
-      channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC.
-
-    Raises:
-      TypeError, ValueError: x is not floating, or is not a batch of images.
+    `channel_axis` and the errors are as in `max_pool2d`.
 
     Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
     """

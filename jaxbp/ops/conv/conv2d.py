@@ -1,4 +1,4 @@
-"""Two-dimensional convolution and its gradients with respect to x, w, and b. The first two are convolutions, too.
+"""Two-dimensional convolution and its gradients with respect to x, w, and b.
 
 Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis. Positions
 outside of an array count as zero.
@@ -39,16 +39,12 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return checks.unsupported_dtype(*arrays)
 
 
-# The default for ops whose kernels are slower than cuDNN, because they need transposes of the NCHW images.
+# The kernels are slower than cuDNN, because they need transposes of the NCHW images.
 _LIBRARY = DefaultImplementation(gpu="xla")
 
 
 def _defaults(w, input_size, output_size, precision):
-    """Return "pallas" as the default where a product with the filter matrix is faster, and else "xla", which calls
-    cuDNN.
-
-    On NCHW images, the kernel in full float32 is slower than cuDNN.
-    """
+    """Return the default: "pallas" where a product with the filter matrix is faster, else "xla", which is cuDNN."""
     return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -92,7 +88,7 @@ _BIAS_GRADIENT = _part(
     },
     default=_LIBRARY,
 )
-# The gradients with respect to w and b as one op, for arrays where one kernel computes both on the tensor cores.
+# One kernel computes both gradients on the tensor cores.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
@@ -116,7 +112,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
     return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
-# If `implementation` is None, the forward and each gradient choose their fastest implementations separately.
+# With None, the forward and each gradient choose separately.
 _EVERY = ("pallas", "xla", None)
 CONV2D = Pair(
     formulas.forward,
@@ -149,32 +145,28 @@ def conv2d(
     `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`.
 
     Args:
-      x: images, NCHW.
-      w: filters, OIHW.
+      x, w: images, NCHW, and filters, OIHW.
       b: one bias per output channel, or None.
       stride, dilation: one int, or a pair for rows and columns. `jax.lax.conv_general_dilated` calls them
         window_strides and rhs_dilation.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
         "SAME_LOWER", or "VALID". "SAME" gives the input's size divided by the stride, rounded up, with an odd zero
-        last. "SAME_LOWER" puts an odd zero first. "VALID" adds none.
-      groups: the number of separate groups into which input and output channels are split. JAX calls it
-        feature_group_count.
+        last. "SAME_LOWER" puts an odd zero first.
+      groups: the number of separate groups of channels. JAX calls it feature_group_count.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
-      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels compute in full float32. But if the
-        precision permits tensor cores, which it does by default, two things change. Small images are multiplied by a
-        matrix of the filters, and a NaN or infinity spreads over its image. On compute capability 9.0, if the stride is
-        1, a kernel computes dw and db of shapes that fit its tiles on the tensor cores. Both round float32 to TF32.
-      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
-        Under "pallas", cuDNN computes the convolution, and cuBLAS the products with a matrix of the filters.
+      precision: as in `jax.lax.conv_general_dilated`. If it permits tensor cores, as it does by default, float32 may be
+        rounded to TF32, and a NaN or infinity in a small image may spread over the image.
+      implementation: None for the fastest. "pallas" supports no dilation and no groups. It calls cuDNN for y, or
+        cuBLAS for y and dx of small images.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
-      `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`. Its width follows in the same way.
+      `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes or options that do not fit.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" with arguments that its kernels do not support.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
@@ -200,20 +192,15 @@ def conv2d_backward_input(
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v
-    with `i s + u d - p = h` and `j s + v d - p = l`. This convolves dy, spaced out by the stride, with the filter
-    rotated by 180 degrees.
+    with `i s + u d - p = h` and `j s + v d - p = l`.
 
     Args:
       dy: gradient with respect to y.
-      w: the filters.
       input_size: height and width of x, which y does not determine.
-      Other arguments: as in `conv2d`.
+      Other arguments and errors: as in `conv2d`.
 
     Returns:
       dx, in the dtype to which `jax.numpy` promotes dy and w.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -244,19 +231,15 @@ def conv2d_backward_weights(
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
     """Gradient of `conv2d` with respect to w:
-    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`. This is x correlated with dy.
+    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
     Args:
       dy: gradient with respect to y.
-      x: the input.
       filter_size: height and width of w, which x and y do not determine if the stride skips rows.
-      Other arguments: as in `conv2d`.
+      Other arguments and errors: as in `conv2d`.
 
     Returns:
       dw, in the dtype to which `jax.numpy` promotes dy and x, summed in float32.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -288,8 +271,7 @@ def conv2d_backward_bias(
     Returns:
       db, in dy's dtype, summed in float32.
 
-    Raises:
-      TypeError, ValueError: dy is not floating, or does not have four axes.
+    The errors are as in `conv2d`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

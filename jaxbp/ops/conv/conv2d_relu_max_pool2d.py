@@ -30,12 +30,11 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
-"""The batch size from which the tensor-core kernel for dx is faster than `_filter_matrix.banded_input_gradient`
+"""The batch size from which the tensor-core kernel for dx is faster than `banded_input_gradient`
 (docs/lab/2026-11-25-lenet.md)."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
-    """Return the options of the convolution, and the windows of the pool."""
     convolution = dict(stride=stride, padding=padding, dilation=(1, 1), groups=1, precision=precision)
     size = output_size(x_size, w_size, **convolution)
     return convolution, Windows(size, window, stride=window)
@@ -55,11 +54,9 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, *, windows):
-    """Return the maximum of ReLU(z) in each window, and the position of each maximum.
+    """Return the maximum of ReLU(z) in each window, and its position.
 
-    If no element of a window is above 0, its position is the number of positions in a window, which lies outside of it.
-
-    The dtype of the positions is uint8 if they fit, else int32.
+    If no element of a window is above 0, the position lies outside of it: the number of positions in a window.
     """
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
@@ -90,8 +87,7 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU was 0 in a whole window, the window's position lies outside of it, and the pool's backward adds no
-    # gradient.
+    # If ReLU was 0 in a whole window, its position lies outside of it, and the pool's backward adds no gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -100,8 +96,7 @@ def _gradients_formula(dy, indices, x, w, b, **options):
 
 def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
     dy_last, indices_last = batch_last(dy), batch_last(indices)
-    # The height and width of the part of the padded input from which the pool's windows are computed. The last rows and
-    # columns of the input may lie outside of this part.
+    # The size of the part of the padded input that the pool's windows reach.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
@@ -184,21 +179,16 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    The backward needs x and one byte per window of the pool: the position of its maximum, or a mark that ReLU was off.
-    The activations before pooling are not kept, and the kernels do not write them to memory.
+    Residuals are x and one byte per window of the pool.
 
     Args:
-      x, w, b, stride, padding, precision: as in `conv2d`.
       window: height and width of the pool's windows, which do not overlap.
-      implementation: "pallas" (stride 1, filters of at most 64 positions, windows of at most 16 positions), "xla",
-        "autodiff", or None for the fastest. Under "pallas", cuBLAS may compute dx of small images as a product with a
-        matrix of the filters, if the precision permits tensor cores.
+      implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
+        at most 16 positions. It may call cuBLAS for dx of small images.
+      Other arguments and errors: as in `conv2d` and `max_pool2d`.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `conv2d` and `max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)[0]
@@ -219,16 +209,12 @@ def conv2d_relu_max_pool2d_with_indices(
 ]:
     """Return the result of `conv2d_relu_max_pool2d` and the positions that its backward needs.
 
-    Args:
-      As in `conv2d_relu_max_pool2d`.
-
     Returns:
       (y, indices). indices has the position of the maximum of each window, as `u * window_width + v` for row u and
       column v of the window, or `window_height * window_width` if ReLU was off. It is uint8 for windows of up to 255
       positions, else int32, and has no gradient.
 
-    Raises:
-      As in `conv2d_relu_max_pool2d`.
+    Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
@@ -253,21 +239,15 @@ def conv2d_relu_max_pool2d_backward(
     """Gradients of `conv2d_relu_max_pool2d` with respect to x, w, and b.
 
     Let dz be dy at the selected position of each window, and zero elsewhere. The gradients are
-    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`. The kernels never
-    store dz.
+    `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
     Args:
       dy: gradient with respect to y.
       indices: as returned by `conv2d_relu_max_pool2d_with_indices`.
-      x, w: as in the forward.
-      Other arguments: as in `conv2d_relu_max_pool2d`.
+      Other arguments and errors: as in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
-      float32.
-
-    Raises:
-      As in `conv2d_relu_max_pool2d`.
+      (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w  # b has the dtype of w
@@ -291,6 +271,6 @@ def _options(op, x, w, b, window, stride, padding, precision):
     *_, convolution = check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
-    # The pool checks its window against the output size of the convolution.
+    # The pool's windows must fit the result of the convolution.
     windows, _ = pool_windows(op, size, window)
     return options | dict(window=windows.window)

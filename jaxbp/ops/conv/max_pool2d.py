@@ -1,5 +1,4 @@
-"""Max-pooling. The forward keeps the position of the maximum in each window, and the backward adds the gradient of the
-window at this position."""
+"""Max-pooling: the forward keeps the position of each maximum, and the backward adds the gradient there."""
 
 from typing import Unpack
 
@@ -21,12 +20,11 @@ from pallas_kernels.core.launch import batch_first, batch_last
 
 
 def _places(window):
-    """Return the positions (row, column) in a window, in row-major order."""
     return [(u, v) for u in range(window[0]) for v in range(window[1])]
 
 
 def _at_place(place, x, windows, fill):
-    """Return the elements of x at position `place`, a row and a column, of every window, `(N, C, P, Q)`."""
+    """Return the elements of x at one position of every window, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
     rows, columns = (
         slice(at * d, at * d + (n - 1) * s + 1, s)
@@ -39,11 +37,11 @@ def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, windows, -jnp.inf) for place in places]
-    # The indices are computed from a value, so that they have its sharding on a mesh with explicit axes.
+    # Computed from a value, the indices have its sharding on a mesh with explicit axes.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
-        # Among equal maxima, the first one is kept. A NaN counts as larger than any number, and is kept.
+        # The first of equal maxima is kept. A NaN counts as larger than any number.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
         index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
@@ -51,11 +49,8 @@ def max_and_indices(x, *, windows):
 
 
 def _first_inside(windows):
-    """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`.
-
-    The search for the maximum starts with this index. A window in which every element is -inf then keeps it, and does
-    not select a position in the padding. A dilated window that reads only padding keeps the index of a position in it.
-    """
+    """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`."""
+    # A window of only -inf selects this position. A dilated window that reads only padding selects a position in it.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
         for n, f, s, d, (before, _) in zip(
@@ -78,8 +73,7 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """Return the value at the selected position of each window, or 0 where the index lies outside of the window. `fill`
-    is the value of the padding."""
+    """Return the value at the selected position of each window, or 0 if the index lies outside of the window."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 
@@ -89,7 +83,7 @@ def _scatter_by_autodiff(dy, indices, *, windows):
 
 
 def scatter_formula(dy, indices, *, windows):
-    """Return dx, in which the gradient of each window is added at the position of the window's maximum."""
+    """Return dx, with the gradient of each window at the position of its maximum."""
     if windows.nonoverlapping:
         return _fetch_from_windows(dy, indices, windows.window)
     return _send_to_places(dy, indices, windows)
@@ -100,7 +94,7 @@ def _send_to_places(dy, indices, windows):
     # Windows may overlap, so dx is a sum, in float32 or wider.
     dx = jnp.zeros((*dy.shape[:2], *windows.input_size), wide(dy.dtype))
     for i, place in enumerate(_places(windows.window)):
-        # dy is spaced out by the stride and shifted, so that each gradient lies at position `place` of its window.
+        # dy is spaced out by the stride and shifted to position `place` of each window.
         offsets = [at * d - before for at, d, (before, _) in zip(place, windows.dilation, windows.padding, strict=True)]
         spread = [
             (offset, size - offset - ((n - 1) * s + 1), s - 1)
@@ -111,11 +105,7 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    """Return dx for windows that do not overlap. Each element of dx is the gradient of the only window that contains
-    its position, or 0 if the maximum is elsewhere.
-
-    On a GPU, XLA compiles this to one pass, which is as fast as a copy.
-    """
+    """Return dx for windows that do not overlap. On a GPU, XLA compiles this to one pass, as fast as a copy."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
@@ -149,7 +139,7 @@ _MAX_POOL2D_BACKWARD = Op(
         "pallas": differentiable(_scatter_kernel, scatter_formula, batched(0, 1)),
     },
     unsupported=_unsupported,
-    # On NCHW images, the kernel needs transposes of its arrays, which take more time than the kernel saves.
+    # On NCHW images, the kernel's transposes take more time than the kernel saves.
     default=DefaultImplementation(gpu="xla"),
     jit=True,
 )
@@ -179,29 +169,26 @@ def max_pool2d(
     the dilation, and p the padding before the first element.
 
     Args:
-      x: images, NCHW, or another layout with the channels on `channel_axis`.
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair. None means the size of the window. (Flax's default is 1.)
       padding: the number of -inf around the image: an int, or for rows and for columns an int or a pair (before,
         after); or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than the window with
         its dilation.
       dilation: the distance between the positions of a window, an int or a pair.
-      ceil_mode: whether the last window of an axis may reach beyond the padded input. It must start before the padding
-        after the input.
-      channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0. The result has the same
-        layout as x.
-      implementation: "pallas" (no dilation), "xla", "autodiff", or None for the fastest. If every position is in
-        exactly one window, "pallas" uses XLA, which is as fast as a copy.
+      ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
+        input.
+      channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0.
+      implementation: None for the fastest. "pallas" supports no dilation, and uses XLA if every position is in exactly
+        one window.
 
     Returns:
-      y, in x's dtype. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`, rounded down,
-      or up if `ceil_mode`. Its width follows in the same way. The maximum of a window with a NaN is NaN. The gradient
-      goes to the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA decides where the
-      gradient of a window with NaN goes, which may be another position.
+      y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
+      rounded down, or up if `ceil_mode`. A window with a NaN gives NaN. The gradient goes to the first of equal maxima
+      in row-major order, or to the first NaN. With "autodiff", XLA chooses the position for a window with NaN.
 
     Raises:
-      TypeError: x is not floating.
-      ValueError: shapes or options do not fit.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" with arguments that its kernel does not support.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
@@ -219,15 +206,11 @@ def max_pool2d_with_indices(
 ) -> tuple[Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]]:
     """Return the result of `max_pool2d` and the index of each maximum in its window.
 
-    Args:
-      As in `max_pool2d`.
-
     Returns:
       (y, indices). indices has the position of the first maximum (or NaN) in each window, as `u * window_width + v` for
       row u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
 
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `max_pool2d`.
+    Arguments and errors are as in `max_pool2d`.
     """
     return pool("max_pool2d_with_indices", x, window, implementation, **options)
 
@@ -248,13 +231,10 @@ def max_pool2d_backward(
       dy: gradient with respect to y.
       indices: as returned by `max_pool2d_with_indices`. A gradient whose index lies outside of the window is dropped.
       input_size: height and width of x, which y does not determine.
-      Other arguments: as in `max_pool2d`.
+      Other arguments and errors: as in `max_pool2d`.
 
     Returns:
       dx, in dy's dtype.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `max_pool2d`.
 
     Source: M. Zeiler, G. Taylor and R. Fergus, "Adaptive deconvolutional networks", ICCV 2011 (switches).
     """
@@ -269,7 +249,6 @@ def max_pool2d_backward(
 
 
 def pool(op, x, window, implementation, **options):
-    """Check the arguments of a max-pool. Return its result and the index of each maximum."""
     (x,) = checks.floating(op, x=x)
     layout = layouts.of_images(op, **options)
     x = layouts.arrange(op, "x", x, layout, "batch", "channels", "height", "width")
@@ -279,7 +258,6 @@ def pool(op, x, window, implementation, **options):
 
 
 def check_indices(op, name, indices, shape):
-    """Return the indices as an array, after checking that they are integers of `shape`."""
     indices = integers(op, name, indices)
     checks.shape(op, name, indices, *shape)
     return indices

@@ -1,8 +1,7 @@
 """Embedding: each index selects a row of a table, and the backward adds up the gradients of each row without atomics.
 
-The backward sorts the indices stably, so that equal indices form a run, and adds the gradients of each run in a fixed
-order, in float32. Two calls therefore give the same bits. On a GPU, JAX's autodiff adds the gradients with atomics, in
-any order and in dy's dtype.
+The backward sorts the indices stably, and adds the gradients of each run of equal indices in a fixed order. Two calls
+give the same bits.
 """
 
 import math
@@ -41,10 +40,7 @@ def _residuals(indices, table, *, num_embeddings):
 
 
 def _tokens(dy, indices, num_embeddings):
-    """Return dy as a matrix with one row per index, and the row of the table that each index selects.
-
-    The row of an index that is out of range is `num_embeddings`. A negative index counts from the end.
-    """
+    """Return dy with one row per index, and the row of the table per index: `num_embeddings` if it is out of range."""
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
     rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)
@@ -52,15 +48,12 @@ def _tokens(dy, indices, num_embeddings):
 
 
 def _sorted(rows):
-    """Return the rows in ascending order, and the position from which each one came. Equal rows keep their order."""
     return lax.sort_key_val(rows, jnp.arange(rows.shape[0], dtype=jnp.int32))
 
 
 def _add_runs(values, rows):
-    """Return for each token the sum of `values` from the beginning of its run of equal rows up to the token.
-
-    Each pass doubles the number of tokens that are added, until it exceeds the length of the longest run.
-    """
+    """Return for each token the sum of `values` from the beginning of its run of equal rows up to the token."""
+    # Each pass doubles the number of tokens that are added, up to the length of the longest run.
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):
@@ -79,14 +72,14 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the sum at the end of a run is written. The other sums get a row out of range, and are dropped.
+    # Only the sum at the end of a run is kept. The other sums get a row out of range.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Return the same gradients by JAX's scatter. Derivatives of the backward are derivatives of this function."""
+    """Compute the same gradients by JAX's scatter, for derivatives of the backward."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
@@ -97,7 +90,7 @@ def _kernel(dy, indices, *, num_embeddings):
         return _scatter(dy, indices, num_embeddings=num_embeddings)
     dy, rows = _tokens(dy, indices, num_embeddings)
     rows, order = _sorted(rows)
-    # The method "scan_unrolled" needs no loop, whose iterations are separate launches on a GPU.
+    # "scan_unrolled" has no loop, whose iterations would be separate launches on a GPU.
     first = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32), method="scan_unrolled")
     starts = first.astype(jnp.int32)
     padded = jnp.pad(dy, ((0, 0), (0, -dy.shape[1] % LANES)))
@@ -111,8 +104,8 @@ def _unsupported(indices, table, *, num_embeddings):
 
 
 KERNEL_EMBEDDINGS = 4096
-"""The number of rows of the table from which on the kernel is the default on GPUs, unless there are more than four
-tokens per row. XLA is faster for small tables (docs/lab/2026-11-26-embedding.md)."""
+"""On GPUs, the kernel is the default from this number of embeddings on, up to four tokens per embedding. XLA is faster
+for smaller tables (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
@@ -146,20 +139,20 @@ def embedding(
 ) -> Float[Array, "*batch features"]:
     """Embedding, `y = table[indices]`: one row of the table per index.
 
-    As in `jax.numpy.take` and in Flax's `Embed`, a negative index counts from the end, and an index outside
+    As in `jax.numpy.take`, a negative index counts from the end, and an index outside
     `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient.
 
     Args:
-      indices: integers, in any shape.
-      table: one row per embedding, in any floating dtype. The kernel supports float32, bfloat16, and float16.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      indices: integers.
+      table: one row per embedding. The kernel supports float32, bfloat16, and float16.
+      implementation: None for the fastest.
 
     Returns:
-      y, in the table's dtype. The backward keeps only the indices.
+      y, in the table's dtype.
 
     Raises:
-      TypeError: the indices are not integers, or the table is not floating.
-      ValueError: the table is not a matrix with at least one row and one column.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """
@@ -174,21 +167,18 @@ def embedding_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "num_embeddings features"]:
-    """Gradient of `embedding` with respect to the table: `dtable_k = Σ_i dy_i`, where the sum is over the indices that
-    select row k.
+    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over the indices that select row k.
 
     Args:
       dy: gradient with respect to y.
-      indices: as in the forward.
-      table: as in the forward. Only its shape and dtype are used.
-      implementation: as in `embedding`. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff" sums
-        in dy's dtype, on a GPU with atomics.
+      table: as in `embedding`. Only its shape and dtype are used.
+      implementation: None for the fastest. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
+        sums in dy's dtype, on a GPU with atomics.
 
     Returns:
-      dtable, in the shape and dtype of the table. Rows that no index selects are 0.
+      dtable, in the dtype of the table. Rows that no index selects are 0.
 
-    Raises:
-      TypeError, ValueError: as in `embedding`, or dy is not floating, or its shape does not fit.
+    The errors are as in `embedding`.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

@@ -65,20 +65,17 @@ def linear(
     """Dense layer, `y = x wᵀ + b`.
 
     Args:
-      x: inputs, with any leading axes.
-      w: weights, one row per output.
-      b: bias, or None.
-      precision: the precision of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has kernels only for
-        exact float32 (`precision="highest"`). If the precision permits tensor cores, in TF32 or a half precision,
-        "pallas" computes the gradients by the formula in jnp, with cuBLAS.
+      x, w, b: inputs, weights, and bias, or None.
+      precision: as in `jax.lax.dot`.
+      implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
+        (`precision="highest"`).
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or the precision is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -98,15 +95,11 @@ def linear_backward(
 
     Args:
       dy: gradient with respect to y.
-      x, w: as in the forward.
-      precision, implementation: as in `linear`.
+      Other arguments and errors: as in `linear`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype. Half precisions are summed in
-      float32, except for db with "autodiff", which JAX sums in the half precision.
-
-    Raises:
-      TypeError, ValueError: as in `linear`.
+      (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32, except for db with
+      "autodiff", which JAX sums in the half precision.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
@@ -136,7 +129,7 @@ def forward_in_float32(
     w: Float[AnyArray, "out_features in_features"],
     b: Float[AnyArray, "out_features"],
 ) -> Float[Array, "rows out_features"]:
-    """Return `x wᵀ + b` in x's dtype. The sums are computed in float32 and rounded once."""
+    """Return `x wᵀ + b` in x's dtype, summed in float32 and rounded once."""
     z = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     return (z + b.astype(jnp.float32)).astype(x.dtype)
 
@@ -147,6 +140,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return `dw = dyᵀ x` in `dtype`, by default x's dtype, and `db = Σ dy` in float32. Both are summed in float32."""
+    """Return `dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32. Both are summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,10 +1,8 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-The result has the dtype to which `jax.numpy` promotes the arguments. `implementation` is "pallas", "xla",
-"autodiff", or None for the fastest on this device. "pallas" has kernels only for products in exact float32
-(`precision="highest"`, as in `jax.lax.dot`). If the precision permits tensor cores, in TF32 or a half precision,
-"pallas" calls cuBLAS. The first argument of every backward is `dy`, the gradient with respect to the result. Invalid
-arguments raise a TypeError or a ValueError.
+Results have the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest runs.
+"pallas" calls cuBLAS, except for exact float32 (`precision="highest"`, as in `jax.lax.dot`). In every backward, `dy` is
+the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -31,10 +29,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """Return the matrix product `(..., m, k), (..., k, n) -> (..., m, n)`, in float32 or wider.
-
-    The product is not rounded to half precision, because the caller may still sum it over batch axes.
-    """
+    """Return the matrix product in float32 or wider, because the caller may still sum it over batch axes."""
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 
@@ -58,10 +53,7 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return the arrays a and b as stacks of matrices with the same number of batch axes.
-
-    A vector becomes a row if it is the left array, and a column if it is the right array.
-    """
+    """Return a and b as stacks of matrices of equal ndim. A left vector becomes a row, and a right vector a column."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -77,16 +69,12 @@ def _matmul_gradients(dy, a, b, **options):
 
 
 def _over_batch(gradient, matrices):
-    """Return the gradient, summed over the batch axes along which the matrices were broadcast."""
     axes = tuple(i for i in range(gradient.ndim - 2) if matrices.shape[i] != gradient.shape[i])
     return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
 
 
 def _as_matrices(a, b):
-    """Return a and b as two matrices whose matrix product has the same elements as `dot(a, b)`.
-
-    `dot` sums over a's last axis and b's second-to-last axis.
-    """
+    """Return two matrices whose product has the same elements as `dot(a, b)`."""
     b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 
@@ -100,8 +88,6 @@ def _dot_gradients(dy, a, b, **options):
 
 
 def _in_float32(function):
-    """Return a forward that calls `function`, `jnp.matmul` or `jnp.dot`, and sums in float32 or wider."""
-
     def forward(a, b, *, precision):
         y = function(a, b, precision=precision, preferred_element_type=wide(a.dtype))
         return y.astype(a.dtype)
@@ -141,7 +127,7 @@ def _transpose_back(dy, *, axes, shape):
 _OUTER = fused_pair(
     jnp.outer, {"xla": _outer_gradients, "pallas": _outer_gradients_kernel}, linear_in=[(0,), (1,)], name="outer"
 )
-# "pallas" uses XLA's transpose, because no kernel was faster.
+# No kernel was faster than XLA's transpose.
 _TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
 
 
@@ -157,7 +143,7 @@ def matmul(
 ) -> Float[Array, "*batch rows columns"]:
     """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each element of the batch axes, which broadcast.
 
-    If a is a vector, it is a row. If b is a vector, it is a column. The result does not have the axis that was added.
+    If a is a vector, it is a row; if b is a vector, it is a column. The result does not have the added axis.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -170,7 +156,7 @@ def matmul_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
-    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the batch axes along which a or b is broadcast."""
+    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the axes along which a or b is broadcast."""
     return _product_of(_MATMUL.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
@@ -183,8 +169,7 @@ def dot(
 ) -> Float[Array, "*rows_and_columns"]:
     """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
 
-    For two vectors, y is a number. Unlike in `matmul`, the axes before the last two do not broadcast against each
-    other.
+    For two vectors, y is a number. Unlike in `matmul`, batch axes do not broadcast against each other.
     """
     return _product_of(_DOT, implementation, precision, a=a, b=b)
 
@@ -199,8 +184,7 @@ def dot_backward(
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
     """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
 
-    The sum in da is over the axes of b other than `inner`, and the sum in db over the axes of a other than `inner`. For
-    vectors, `da = dy b` and `db = a dy`.
+    The sums are over the axes of b and of a other than `inner`. For vectors, `da = dy b` and `db = a dy`.
     """
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
@@ -231,7 +215,7 @@ def transpose(
 ) -> Float[Array, "*permuted"]:
     """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed.
 
-    "pallas" uses XLA, because no kernel was faster.
+    "pallas" uses XLA's transpose.
     """
     (a,) = checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
@@ -240,7 +224,7 @@ def transpose(
 def transpose_backward(
     dy: Float[AnyArray, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Gradient of `transpose`: dy with its axes permuted back, `da.shape[axes[i]] = dy.shape[i]`."""
+    """Gradient of `transpose`, `da.shape[axes[i]] = dy.shape[i]`."""
     (dy,) = checks.floating("transpose_backward", dy=dy)
     axes = _order("transpose_backward", axes, dy.ndim)
     shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))
@@ -255,7 +239,6 @@ def _order(op, axes, ndim):
 
 
 def _product_of(op, implementation, precision, **arrays):
-    """Check the named arrays, and call `op` with them: `matmul`, `dot`, or one of their backwards."""
     *dy, a, b = checks.floating(op.name, **arrays)
     shapes = f"a has shape {a.shape} and b {b.shape}"
     for name, x in (("a", a), ("b", b)):

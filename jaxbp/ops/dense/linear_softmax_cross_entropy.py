@@ -1,15 +1,9 @@
-"""A dense layer, softmax, and cross-entropy as one op, for many classes. The logits never exist as a whole.
+"""A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-The rows are divided into chunks, and a scan computes the logits of one chunk at a time. Within a chunk, three steps
-follow each other: a product computes the logits; the losses and the gradients of the logits are computed row by row, by
-two kernels or by formulas; two products compute the gradients of x and w. The cost of the backward depends on the
-reduction:
-
-- "mean" and "sum": all losses get the same cotangent. If a gradient is asked for, the forward computes the gradients of
-  the sum of the losses along with the losses, from the same logits, and the backward multiplies them by one number.
-  Both directions together compute three matrix products.
-- None: each loss has its own cotangent, so the backward computes the logits of each chunk again. Both directions
-  together compute four matrix products.
+The logits never exist as a whole. A scan computes the logits of one chunk of the examples (rows of x) at a time. With
+the reductions "mean" and "sum", the forward under differentiation also computes the gradients, in three matrix
+products. The backward multiplies them by one number. With None, cotangents differ between losses, and the backward
+computes the logits again, a fourth product.
 """
 
 import functools
@@ -35,34 +29,31 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""The size of the logits of all rows in bytes, up to which they are one chunk. Chunks of more rows have at most half of
-this size, because several chunks need memory for the sums of the gradients of the weights, too."""
+"""The size in bytes up to which the logits are one chunk. Otherwise, a chunk has at most half of this size, because
+sums of the weights' gradients need memory, too."""
 ROWS_MULTIPLE = 128
-"""The tensor cores multiply tiles of this number of rows. The number of rows of a chunk is a multiple of it, unless the
-chunks are smaller."""
+"""The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
-"""For the kernels, weights are padded to a multiple of this number of classes. The kernels then load wide vectors."""
+"""For the kernels, classes are padded to a multiple of this number, so that loads are vectors."""
 KERNEL_CLASSES = 1024
-"""The number of classes from which on the kernels are the default on GPUs. They were faster than the formulas at this
-number of classes and at all larger ones that were measured (docs/lab/2026-11-26-large-vocabulary.md)."""
+"""On GPUs, the kernels are the default from this number of classes on. They were then faster than the formulas
+(docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
-# All functions below take x as rows (rows, features), one label per row, and `kept`, which rows `where` keeps. Logits
-# have the dtype of x. Losses and statistics of rows, and the sums of the gradients of w and b, are in float32 or wider.
+# The functions below take x as (rows, features), one label per row, and the mask `kept`, one boolean per row. Logits
+# have the dtype of x. Losses, statistics, dw, and db are summed in float32 or wider.
 
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
-    """Return the statistics of each row, as the kernel `statistics` does."""
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
-    # If the classes are divided over devices, a sum over them needs an all-reduce. A gather would need all logits.
+    # On a mesh that divides the classes, a sum is an all-reduce, but a gather would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
     return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
 
 
 def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_smoothing, z_loss, softcap):
-    """Return dlogits, as the kernel `gradient` does. The statistics are computed again."""
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
     e, total = exponentials(z, 1)
     p = e / total
@@ -77,7 +68,6 @@ def _gradient_formula(logits, labels, b, dy, largest, total, *, classes, label_s
 
 
 def _z_and_labels(logits, labels, b, classes, softcap):
-    """Return z, without the columns after the classes, and which columns are labels."""
     z = kernels.capped(logits[:, :classes], None if b is None else b[None, :classes], softcap)
     return z, labels[:, None] == jnp.arange(classes)[None]
 
@@ -87,8 +77,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return the loss of each row, which is 0 for rows that are not kept, and dlogits, or None if dy is None. They are
-    computed by the kernels if `kernel` is true, else by the formulas."""
+    """Return the loss of each row, 0 if the row is not kept, and dlogits, or None if dy is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -109,7 +98,6 @@ def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_s
 
 
 def _products(dlogits, x, w, b, precision, dtype):
-    """Return (dx, dw, db) for one chunk. The gradients dw and db are in `dtype`."""
     dx = jnp.matmul(dlogits, w, precision=precision)
     dw = jnp.matmul(dlogits.T, x, precision=precision, preferred_element_type=dtype)
     return dx, dw, None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(dtype)
@@ -119,7 +107,7 @@ def _products(dlogits, x, w, b, precision, dtype):
 
 
 def _rows_of(x, labels, where):
-    """Return x as rows, one label per row, and which rows are kept. Rows that are not kept become 0, with label 0."""
+    """Return x as rows, their labels, and the mask `kept`. Other rows become 0, with label 0."""
     rows = math.prod(x.shape[:-1])
     x, labels = x.reshape(rows, x.shape[-1]), labels.reshape(rows)
     if where is None:
@@ -129,7 +117,7 @@ def _rows_of(x, labels, where):
 
 
 def _chunk_rows(rows, w):
-    """Return the number of rows per chunk, or None if all rows are one chunk."""
+    """Return the number of rows per chunk, or None for one chunk."""
     row_bytes = len(w) * w.dtype.itemsize
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
     most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
@@ -142,12 +130,9 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Return the last carry and the results per row of `step(carry, *chunk) -> (carry, results)`, for chunks of `size`
-    rows. If `size` is None, all rows are one chunk.
-
-    Chunk i has every row whose index is i modulo the number of chunks. If the rows are divided over devices, each
-    device has a part of every chunk. Zeros, which are not kept, fill the chunks.
-    """
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
+    # Chunk i takes the rows whose index is i modulo the number of chunks, so that on a mesh, each device has a part of
+    # every chunk. Zeros, which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -160,7 +145,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return the losses, and the gradients (dx, dw, db) of `Σ dy loss`, or (None, None, None) if dy is None."""
+    """Return the losses, and the gradients (dx, dw, db) of `Σ dy loss`, each None if dy is None."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
@@ -194,13 +179,13 @@ def _reduced(loss, kept, shape, reduction, dtype):
 
 
 def _count(kept):
-    """Return the number of kept rows, or 1 if there is none, so that their mean is 0."""
+    """Return the number of kept rows, at least 1, so that the mean of no rows is 0."""
     return jnp.maximum(jnp.sum(kept), 1)
 
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    # Half precisions are rounded after the product, because plain JAX rounds there, too.
+    # Half precisions are rounded after the product, as in plain JAX.
     z = jnp.matmul(rows, w.T, precision=precision)
     options |= dict(classes=len(w), softcap=softcap)
     loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], labels, kept, None, None, **options)
@@ -220,8 +205,7 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     rows, labels, kept = _rows_of(x, labels, where)
     dtype = wide(x.dtype)
     count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
-    # Dividing by the count before the products would save one pass over the gradients, but in float16 the quotients
-    # could be too small.
+    # In float16, dy / count could be too small. Other dtypes divide dy, which saves a pass over the gradients.
     divided_early = x.dtype != jnp.float16
     dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
     loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
@@ -247,7 +231,7 @@ _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_c
 
 
 def _with_kernel(arrays, implementation):
-    # XLA partitions the formula over the devices of a mesh. The kernel would need all classes on each device.
+    # XLA partitions the formula over a mesh. The kernel would need all classes on each device.
     return implementation == "pallas" and mesh_of(arrays) is None
 
 
@@ -297,38 +281,30 @@ def linear_softmax_cross_entropy(
     """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
     `z = x wᵀ + b`.
 
-    The logits z are computed for a chunk of the rows at a time, and are never stored as a whole, except with
-    "autodiff". In a language model, they would need the most memory of a training step.
+    Only "autodiff" stores all logits z at once.
 
     Args:
-      x: inputs, with any leading axes.
-      w: weights, one row per class.
+      x, w: inputs and weights.
       labels: one class per row of x, in [0, classes).
       b: bias, or None.
-      where: which rows are kept, or None for all. A row that is not kept has no loss and no gradient, and neither its
-        label nor its x is read.
-      label_smoothing: the weights y are `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every
-        class.
-      z_loss: the factor of the squared log-sum-exp, which keeps the logits small.
+      where: which rows are kept, or None for all. The other rows have no loss and no gradient, and are not read.
+      label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
+      z_loss: the factor in the formula.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
-      reduction: "mean" for the mean over the kept rows, which is 0 if no row is kept; "sum" for their sum; None for one
-        loss per row, 0 for rows that are not kept.
-      precision: the precision of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. With "pallas", two
-        kernels compute the losses and the gradients of the logits, and cuBLAS computes the products. On a mesh,
-        "pallas" is "xla", because the kernels would need all classes on each device.
+      reduction: "mean" (of no rows, it is 0) or "sum" over the kept rows; None for one loss per row, 0 if not kept.
+      precision: as in `jax.lax.dot`.
+      implementation: None for the fastest. "pallas" calls cuBLAS for the products. On a mesh, it is "xla".
 
     Returns:
-      The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. If the label of a
-      kept row is not a class, its loss is NaN.
+      The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
+      kept row has a label that is not a class.
 
-    Under `jax.grad`, "mean" and "sum" compute three matrix products, and None computes four. The gradient of w is
-    summed in float32 or wider over all rows, and rounded once to w's dtype. It is rounded once more if the cotangent of
-    the loss is not 1, and for "mean" in float16.
+    The gradient of w is summed in float32 or wider and rounded once to w's dtype. It is rounded once more if the
+    cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError: x, w, or b is not floating, the labels are not integers, or `where` is not boolean.
-      ValueError: shapes do not fit, or an option has an invalid value.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """
@@ -360,15 +336,10 @@ def linear_softmax_cross_entropy_backward(
 
     Args:
       dy: gradient with respect to the loss: one number, or one per row if the reduction is None.
-      x, w, labels, b: as in the forward.
-      where, label_smoothing, z_loss, softcap, reduction, precision, implementation: as in
-        `linear_softmax_cross_entropy`.
+      Other arguments and errors: as in `linear_softmax_cross_entropy`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b. If b is None, db is the gradient at b = 0.
-
-    Raises:
-      TypeError, ValueError: as in `linear_softmax_cross_entropy`.
+      (dx, dw, db), in the dtypes of x, w, and b. If b is None, db is the gradient at b = 0.
     """
     op = "linear_softmax_cross_entropy_backward"
     arguments = x, w, w if b is None else b

@@ -1,12 +1,11 @@
-"""A multi-layer perceptron and its loss as one op. It has dense layers with ReLU between them, then softmax and
-cross-entropy.
+"""Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
-The backward is computed in one of three ways. Each way has residuals of another type:
+The type of the residuals selects the backward:
 
-- `Rows`: the formula computes the backward.
-- `WideRows`: a kernel computes the backward.
-- `WideRowsAndGradients`, for small batches: the kernel of the forward also computes the gradient of each loss. The
-  backward is another kernel, which multiplies these gradients by dy.
+- `Rows`: the formula.
+- `WideRows`: a kernel.
+- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss, and a second
+  kernel multiplies it by dy.
 """
 
 import functools
@@ -37,10 +36,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula.
-
-    `hidden` has the outputs of each hidden layer. Except for the weights, each array has one row per example.
-    """
+    """Residuals of the formula. `hidden` has the outputs of each hidden layer, one row per example."""
 
     x: Array
     labels: Array
@@ -50,7 +46,6 @@ class Rows(NamedTuple):
 
 
 def rows(x, labels, weights, biases, *, precision=None):
-    """Return the losses, the logits, and the outputs of each hidden layer, with one row per example."""
     hidden = []
     for w, b in zip(weights, biases, strict=True):
         z = jnp.matmul(x, w.T, precision=precision) + b[None]
@@ -60,11 +55,7 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Return the gradients with respect to the logits, to the sums of each hidden layer, and to x.
-
-    Each array has one row per example. The last hidden layer comes first. The sums of a layer are the values to which
-    it applies ReLU.
-    """
+    """Return the gradients of the logits, of the hidden layers before ReLU, from the last to the first, and of x."""
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -76,7 +67,6 @@ def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
 
 
 def _layer_gradients(gradients, inputs, precision=None):
-    """Yield `dw = dzᵀ h` and then `db = Σ dz` for each layer, given its gradients dz and its inputs h."""
     for dz, h in zip(gradients, inputs, strict=True):
         yield jnp.matmul(dz.T, h, precision=precision)
         yield jnp.sum(dz, axis=0)
@@ -103,18 +93,15 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The kernels take the outputs of a hidden layer as wide rows, one row per example. In a wide row, the number 1 follows
-# the outputs. The product of the gradients dz and these rows is then dw with one more column, which is db. After the 1,
-# zeros pad the row to the size that the tensor cores need. In x, the batch is the last axis.
+# A wide row has the outputs of a hidden layer for one example, then the number 1, then zeros up to the size that the
+# tensor cores need. The product of dz and the wide rows is dw with one more column, db. In x, the batch is the last
+# axis.
 
 
 class WideRows(NamedTuple):
-    """Residuals of the kernel that computes the backward.
+    """Residuals as in `Rows`, with wide rows, padded with examples of zeros to a multiple of the number of lanes."""
 
-    They are the residuals in `Rows`, but `hidden` has wide rows. x and the labels are padded, so that the number of
-    examples is a multiple of the number of lanes. The rows of the padding are zeros, also where the layers give other
-    values: sums over examples multiply these rows by zeros, and infinity times 0 would be NaN.
-    """
+    # Without the zeros, sums over examples could multiply infinity by 0.
 
     x_batch_last: Array
     labels: Array
@@ -124,13 +111,9 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals of the kernel that multiplies the gradients of each loss by dy. `hidden` and `gradients` have wide
-    rows, which are zeros for the padding, as in `WideRows`.
+    """Residuals for the product of dy and the gradients of each loss. Of the weights, only the shapes are used."""
 
-    Only the shapes of the weights are used. If a label is not a class, the forward sets the gradients of its example to
-    0. The backward replaces dy of this example by NaN, unless dy is 0 (`dy_of_valid`). The product is therefore NaN or
-    0.
-    """
+    # If a label is not a class, the gradients of its example are 0, and `dy_of_valid` is NaN or 0.
 
     x_batch_last: Array
     labels: Array
@@ -168,8 +151,7 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that computes values on a GPU by `kernel`. On other platforms, and for derivatives, it calls
-    `formula`."""
+    """Return a function that calls `kernel` for values on a GPU, and else `formula`, also for derivatives."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
@@ -239,13 +221,11 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x, with its rows padded by zeros to the width that the kernels need, and the labels. Both have the batch
-    last."""
+    """Return x and the labels with the batch last, and x padded to the width that the kernels need."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
 def _clear_padding(arrays, count):
-    """Return the arrays, with zeros in the rows after the first `count` rows."""
     return tuple(a if len(a) == count else a.at[count:].set(0) for a in arrays)
 
 
@@ -263,8 +243,7 @@ def _narrow(arrays, sizes):
 
 _MLP_SOFTMAX_CROSS_ENTROPY = Pair(
     _forward,
-    # The backward is an `Op`, because "pallas" accepts residuals that the formula does not accept. Its kernels are
-    # already wrapped in `differentiable`.
+    # Not a `Pair` of the formula, because "pallas" also accepts residuals that the formula does not accept.
     Op("mlp_softmax_cross_entropy_backward", {"xla": _gradients, "pallas": _gradients_kernel}, jit=True),
     save={"xla": _save, "pallas": _save_kernel},
     has_aux=True,
@@ -285,19 +264,16 @@ def mlp_softmax_cross_entropy(
     """`softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
-      x: inputs, with any leading axes.
       labels: one class per example, in [0, classes).
-      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each dense layer in turn. The outputs
-        of the last layer are the logits.
-      precision: the precision of the matrix products, as in `jax.lax.dot`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device. "pallas" has one or two
-        kernels for the forward, and one or two for the backward. They support float32 in TF32 and layers of up to 256
-        features, on compute capability 9.0. Otherwise "pallas" computes the formula in jnp, with cuBLAS.
+      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The last outputs are the
+        logits.
+      precision: as in `jax.lax.dot`.
+      implementation: None for the fastest. The kernels run in TF32 on compute capability 9.0, with layers of up to 256
+        features. Otherwise "pallas" computes the formula with cuBLAS.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, the loss of
-      its example is NaN. The gradients are NaN, too, unless dy of this example is 0. If `jnp.where` excludes the loss,
-      dy is 0, and the example adds nothing to the gradients.
+      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, its loss is
+      NaN, and so are its gradients, unless dy is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
@@ -312,16 +288,9 @@ def mlp_softmax_cross_entropy_with_classes(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
-    """Return the result of `mlp_softmax_cross_entropy` and the class with the largest logit.
+    """Return the losses of `mlp_softmax_cross_entropy` and the class with the largest logit, or the first of several.
 
-    Args:
-      As in `mlp_softmax_cross_entropy`.
-
-    Returns:
-      (loss, classes). The classes are int32. Among equal logits, the first one is chosen.
-
-    Raises:
-      As in `mlp_softmax_cross_entropy`.
+    The classes are int32. Arguments and errors are as in `mlp_softmax_cross_entropy`.
     """
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
@@ -336,20 +305,16 @@ def mlp_softmax_cross_entropy_backward(
 ) -> tuple[Array, ...]:
     """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
 
-    Let h be a layer's inputs, and dz the gradient with respect to its sums `z = h wᵀ + b`. At the last layer,
+    Let h be a layer's inputs, and dz the gradient with respect to `z = h wᵀ + b`. At the last layer,
     `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The layer
     before has `dz = dh` where `h > 0`, else 0.
 
     Args:
       dy: gradient with respect to each loss.
-      x, labels, layers: as in the forward.
-      precision, implementation: as in `mlp_softmax_cross_entropy`.
+      Other arguments and errors: as in `mlp_softmax_cross_entropy`.
 
     Returns:
-      (dx, dw1, db1, dw2, db2, ...), in the shapes and dtypes of x and the layers.
-
-    Raises:
-      As in `mlp_softmax_cross_entropy`.
+      (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy as one loss of logits. The label of an example is one class, or one weight per class."""
+"""Softmax and cross-entropy as one loss of logits."""
 
 import functools
 import math
@@ -47,16 +47,12 @@ def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
 
 
 def _examples(where, logits):
-    """Return which examples `where` keeps, given one boolean per example or per class. An example without any class is
-    dropped."""
+    """Return which examples `where` keeps. An example without any included class is dropped."""
     return jnp.any(where, axis=-1) if where is not None and where.ndim == logits.ndim else where
 
 
 def _included(logits, labels, where):
-    """Return logits and labels in which no number is left that `where` excludes.
-
-    A dropped example becomes zeros. An excluded class gets the logit -inf and the weight 0, and is no valid label.
-    """
+    """Replace excluded examples by 0, and excluded classes by the logit -inf, the weight 0, or an invalid label."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -71,8 +67,7 @@ def _included(logits, labels, where):
 
 
 def _uniform(where, logits, label_smoothing):
-    """Return the weight that label smoothing adds to each class: `label_smoothing` divided by the number of classes
-    that `where` includes, and 0 for the other classes."""
+    """Return the weight that label smoothing adds to each class. The classes that `where` excludes do not count."""
     if where is None or where.ndim < logits.ndim:
         return label_smoothing / logits.shape[-1]
     where = jnp.broadcast_to(where, logits.shape)
@@ -85,7 +80,6 @@ def _smoothed(weights, uniform, label_smoothing):
 
 
 def _weighted(weights, log_probabilities):
-    """Return the cross-entropy `-Σ_k y_k ln p_k`."""
     terms = weights * jnp.where(_is_masked(weights, log_probabilities), 0.0, log_probabilities)
     return -jnp.sum(terms, axis=-1)
 
@@ -95,27 +89,20 @@ def are_valid(labels, classes):
 
 
 def nan_unless(valid, loss):
-    """Return the loss where `valid` is true, and NaN elsewhere.
-
-    Where the loss is NaN, the gradient is NaN too, unless the cotangent of the loss is 0.
-    """
-    # If the loss were multiplied by NaN, a cotangent of 0 would become NaN, too. Instead, the cotangent is multiplied
-    # by the largest number twice, then by 0. A cotangent of 0 stays 0. Any other cotangent overflows, and infinity
-    # times 0 is NaN.
+    """Return the loss where `valid` is true, and NaN elsewhere. The gradient is NaN there, too, unless dy is 0."""
+    # The cotangent is multiplied by the largest number twice, then by 0. A cotangent of 0 stays 0. Any other overflows,
+    # and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return for which classes the weight is 0 and the logit is -inf.
-
-    Such a class is excluded from the loss. Its term must be 0, although the formula would compute 0 times infinity.
-    """
+    """Return for which classes the weight is 0 and the logit is -inf: their term is 0, not 0 times infinity."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy for the examples whose label is a class. For other examples, return 0 if dy is 0, else NaN."""
+    """Return dy where the label is a class. Elsewhere, return 0 if dy is 0, else NaN."""
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
@@ -137,8 +124,6 @@ def logits_gradient(dy, logits, labels, where=None, *, label_smoothing=0.0, z_lo
 
 
 def _with_z_loss(value, factor, logits, z_loss):
-    """Return `value + factor * 2 z_loss * logsumexp(logits)`. The last two factors are the derivative of the z-loss
-    with respect to the log-sum-exp."""
     if not z_loss:
         return value
     return value + factor * (2 * z_loss) * jax.nn.logsumexp(upcast(logits), axis=-1, keepdims=True)
@@ -157,8 +142,7 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The kernel of the forward keeps the statistics of each row, which the formula of the backward recomputes from the
-# logits.
+# The forward kernel keeps the statistics of each row, so that the backward kernel need not recompute them.
 
 
 def _losses_and_statistics(logits, labels):
@@ -199,7 +183,6 @@ def _gradients_kernel(dy, logits, labels, where, *statistics, **options):
 
 
 def _unsupported(logits, labels, where, *, label_smoothing, z_loss):
-    """Return why the kernels do not support the arguments, or None if they do."""
     if label_smoothing or z_loss:
         return "label_smoothing" if label_smoothing else "z_loss"
     if where is not None and where.ndim == logits.ndim:
@@ -217,9 +200,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,
-    # With ten classes, launches take most of the time on a GPU. XLA's fusion of the formula needs fewer launches,
-    # because it needs no transposes. On a CPU, autodiff computes less, because only the logarithm of the label's class
-    # has a gradient.
+    # With ten classes on a GPU, XLA's formula needs fewer launches, without transposes. On a CPU, autodiff computes
+    # less, because only the logarithm of the label's class has a gradient.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -237,31 +219,29 @@ def softmax_cross_entropy(
 ) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
-    The log-sum-exp subtracts the largest logit first, so no exponential overflows. The z-loss adds
-    `z_loss logsumexp(logits)²`.
+    The z-loss adds `z_loss logsumexp(logits)²`. No exponential overflows.
 
     Args:
-      logits: scores, by default with the classes last.
-      labels: one class per example (integers in [0, classes)), or one weight per class and example. In the formula, y
-        are the weights; for a class, its weight is 1 and the others are 0. Weights are differentiable and need not sum
-        to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has no gradient.
-      axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is an index in
-        row-major order over these axes, in the order in which they are given.
+      labels: one class per example (integers in [0, classes)), or one weight y per class and example. Weights are
+        differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
+        no gradient.
+      axis: the axis or axes of the classes, or None for all. With several axes, an integer label is a row-major index
+        over these axes, in the order in which they are given.
       where: one boolean per example, or one per class and example; None includes all. A dropped example has the loss 0
-        and no gradient, whatever its label and its logits are, also if they are NaN. An excluded class is left out of
-        the log-sum-exp and of the loss. The kernels take only one boolean per example.
+        and no gradient, even if it is NaN. An excluded class is left out of the log-sum-exp and of the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
-        excluded classes do not count. The kernels do not take it.
-      z_loss: a number of at least 0. The kernels do not take it.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on this device.
+        excluded classes do not count.
+      z_loss: a number of at least 0.
+      implementation: None for the fastest. "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
+        per class.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
-      integer label is not a class, or is an excluded class, the loss of its example is NaN. The gradient is NaN, too,
-      unless dy is 0. If `where` or `jnp.where` excludes the loss, the gradient is 0.
+      integer label is not an included class, the loss is NaN, and so is its gradient, unless dy is 0.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or numbers are out of range.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et
@@ -284,20 +264,15 @@ def softmax_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`. The z-loss adds `2 dy z_loss logsumexp(logits)
-    softmax(logits)_k`.
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)` with the smoothed weights y. The z-loss adds
+    `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
     Args:
       dy: gradient with respect to each loss.
-      logits, labels, axis, where, label_smoothing, z_loss: as in the forward. In the formula, y are the smoothed
-        weights.
-      implementation: as in `softmax_cross_entropy`.
+      Other arguments and errors: as in `softmax_cross_entropy`.
 
     Returns:
-      dlogits, in the shape and dtype of the logits.
-
-    Raises:
-      TypeError, ValueError: as in the forward.
+      dlogits, in the dtype of the logits.
     """
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
@@ -309,8 +284,6 @@ def softmax_cross_entropy_backward(
 
 
 def _check(op, axis, *, logits, labels, where, **dy):
-    """Return the axes of the classes; the logits, the labels, and the mask with the classes as the last axis; and dy if
-    it is given."""
     is_class = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
     weights = {} if is_class else {"labels": labels}
     logits, *others = checks.floating(op, logits=logits, **dy, **weights)
@@ -353,7 +326,7 @@ def _classes_last(a, axes):
 
 
 def _to_axes(a, axes, shape):
-    """Undo `_classes_last`: return `a` with its axes in the original order, in the given shape."""
+    """Undo `_classes_last`, given the original shape."""
     if axes == (len(shape) - 1,):
         return a
     a = a.reshape(*a.shape[:-1], *(shape[i] for i in axes))

@@ -1,8 +1,7 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-A state has the shape `(channels, batch, height, width)`. The values of one channel in all cells are then one row, and a
-gate reads whole rows. The coefficients of the gates are a pair of lists: one array `(4, gates, kernels)` per perception
-layer, and one array `(4, gates)` per update layer.
+A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows, one per channel. The
+coefficients are a pair of lists with `(4, gates, kernels)` per perception layer and `(4, gates)` per update layer.
 """
 
 import math
@@ -18,51 +17,49 @@ from jaxbp.ops.logic import _gates
 UNROLL = 1
 """The number of ticks in the body of a compiled loop."""
 KEEPS_ROWS = True
-"""Whether the forward can keep the inputs of every gate for the backward (`memory="all"`)."""
+"""Whether the forward can keep the inputs of every gate (`memory="all"`)."""
 
 
 def enter(state: Array) -> Array:
-    """Convert a state `(batch, height, width, channels)` to the layout of this module."""
+    """Convert a state `(batch, height, width, channels)` to this module's layout."""
     return jnp.moveaxis(state, -1, 0)
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """Convert a state from the layout of this module back to `shape`, `(batch, height, width, channels)`."""
+    """Convert a state back to `shape`, `(batch, height, width, channels)`."""
     return jnp.moveaxis(state, 0, -1)
 
 
 def enter_gradient(prepared: tuple, dlast: Array) -> Array:
-    """Convert the gradient with respect to the last state to the layout of this module."""
     return enter(dlast)
 
 
 def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
-    """Convert the gradient with respect to the first state back to `(batch, height, width, channels)`."""
     return jnp.moveaxis(gradient, 0, -1)
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
-    """Return the values that are computed once and used in every tick: the coefficients and the automaton."""
+    """Return the values that are computed once and used in every tick."""
     return coefficients, automaton
 
 
 def zeros(prepared: tuple) -> tuple[list, list]:
-    """Return zeros in the shapes of the coefficients, to which the gradients of each tick are added."""
+    """Return zeros, to which each tick adds its gradients of the coefficients."""
     return tuple([jnp.zeros_like(c) for c in part] for part in prepared[0])
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients with respect to the coefficients, given the sums that were accumulated over the ticks."""
+    """Return the gradients of the coefficients, given their sums over the ticks."""
     return total
 
 
 def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
-    """Return the next state. A cell where `fires`, `(batch, height, width)`, is False keeps its state."""
+    """Return the next state. Where `fires`, `(batch, height, width)`, is False, a cell keeps its state."""
     return tick_keeping_rows(prepared, state, fires)[0]
 
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the result of `tick`, and the rows that each layer read, for `tick_backward_of_rows`."""
+    """Return the result of `tick`, and the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     seen = _neighbourhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
@@ -81,19 +78,14 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return (dstate, total + dcoefficients), the gradients of `tick` given `dnew`. The layers of the tick are
-    recomputed.
-
-    `total` is the sum of dcoefficients over later ticks.
-    """
+    """Return (dstate, total + dcoefficients), given `total`, the sum of dcoefficients over later ticks."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
 def tick_backward_of_rows(
     prepared: tuple, dnew: Array, total: tuple, read: tuple, fires: Array | None
 ) -> tuple[Array, tuple]:
-    """Return the result of `tick_backward`, given the rows `read` that each layer read, so that nothing is
-    recomputed."""
+    """Return the result of `tick_backward`, given the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
     dy = upcast(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
@@ -118,8 +110,7 @@ def tick_backward_of_rows(
 def in_range(new: Array) -> Array:
     """Clip a state to [0, 1]. The derivative of the result counts as 1.
 
-    Without rounding, the values of gates are in [0, 1]. If an error e moves the inputs of an XNOR gate to 1 + e, its
-    value is about 1 + 2e. Without clipping, such gates would therefore amplify a rounding error without limit.
+    An XNOR gate whose inputs are 1 + e has a value of about 1 + 2e, and would amplify rounding errors without limit.
     """
     return jnp.clip(new, 0, 1)
 
@@ -128,7 +119,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """Return the values of the nine cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
+    """Return the cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")
@@ -136,10 +127,7 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """Return the gradient of `_neighbourhood` with respect to the state.
-
-    Nine cells see each cell. The result is the sum of the nine gradients in dseen that belong to this cell.
-    """
+    """Return the gradient of `_neighbourhood`: for each cell, the sum over the nine cells that see it."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

@@ -1,9 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-This module converts the arrays to the layout of the kernels. A state is a vector with all channels of all cells,
-followed by unused elements (`padded_lanes`). The gradient with respect to a state is a pair (dseen, dkept). dseen has,
-for each cell, the gradients with respect to the nine cells that it sees. dkept has all other parts of the gradient. One
-part comes from the cells that did not update, and so kept their state. Coefficients are as in `_automaton_formula`.
+A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). The gradient of a
+state is a pair (dseen, dkept). dseen has, for each cell, the gradients of the nine cells that it sees. dkept has the
+rest, such as gradients of cells that kept their state.
 """
 
 import dataclasses
@@ -25,22 +24,15 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches the kernels of these ticks as one CUDA graph. In a
-graph, a kernel starts sooner than after a separate launch."""
+"""The number of ticks in the body of a compiled loop. XLA launches their kernels as one CUDA graph, which is faster."""
 _GATES, _LANES = 0, 1
-"""Row numbers in each array of `Automaton.orders`. Row `_GATES` has the gate that each lane computes, and row `_LANES`
-has the lane that computes each gate."""
+"""Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
-"""Whether the forward can keep the inputs of every gate for the backward (`memory="all"`)."""
+"""Whether the forward can keep the inputs of every gate (`memory="all"`)."""
 
 
 class RowsRead(NamedTuple):
-    """For each lane, the numbers of the two rows of shared memory that its gate reads, packed into one integer.
-
-    Attributes:
-      forward: the numbers in the forward kernel's layout of shared memory, `Plan.forward_layers`.
-      backward: the numbers in the backward kernel's layout of shared memory, `Plan.layers`.
-    """
+    """For each lane, the two rows of shared memory that its gate reads, packed into one integer (`_packed`)."""
 
     forward: Array
     backward: Array
@@ -49,15 +41,12 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The values that are computed once and used in every tick.
+    """Values that are computed once and used in every tick.
 
     Attributes:
-      coefficients: the coefficients, as in `_automaton_formula`.
       lanes: for each lane, the four coefficients of its gate.
       wires: for each lane, the rows of shared memory that its gate reads.
-      consumers: for each lane, the numbers of the rows of gradients whose sum is the gradient with respect to the value
-        of its gate (`Plan.consumers`).
-      shape: the shape of the state.
+      consumers: for each lane, the rows of gradients whose sum is the gradient of its gate's value (`Plan.consumers`).
     """
 
     coefficients: tuple
@@ -73,7 +62,6 @@ class Prepared:
 
 
 def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
-    """Return the layout of the kernels' shared memory for states of this shape."""
     return Plan(
         *shape,
         periodic=automaton.periodic,
@@ -87,7 +75,6 @@ def plan(automaton: Automaton, shape: tuple[int, ...]) -> Plan:
 
 
 def unsupported(automaton: Automaton, state: Array) -> str | None:
-    """Return why the kernels do not support these arguments, or None."""
     return kernels.tick_backward.unsupported(plan=plan(automaton, state.shape))
 
 
@@ -113,19 +100,12 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Convert the gradient with respect to the last state to the layout of the kernels, (dseen, dkept).
-
-    dseen is 0, because no later tick reads the last state.
-    """
+    """Return (dseen, dkept) of the last state. dseen is 0, because no later tick reads the state."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
 
 def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """Return the gradient with respect to the first state, `(batch, height, width, channels)`.
-
-    It is the sum of dkept and, for each cell, the parts of dseen from the nine cells that see it.
-    """
     dseen, dkept = gradient
     batch, height, width, channels = prepared.shape
     dseen = dseen[: batch * height * width * 9 * channels].reshape(batch, height, width, 9, channels)
@@ -134,17 +114,13 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return zeros, to which each CTA adds its gradients with respect to the coefficients, `(CTAs, gates, 4)`."""
+    """Return zeros `(CTAs, gates, 4)`, to which each CTA adds its gradients of the coefficients."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
-    """Return the gradients with respect to the coefficients, in the shapes of the coefficients.
-
-    `total` has one part per CTA. The parts are summed over the CTAs. For perception, they are also summed over the
-    channels, which have separate lanes.
-    """
+    """Return the gradients of the coefficients: `total`, summed over CTAs, and for perception over the channels."""
     automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
@@ -167,11 +143,7 @@ def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
 def tick_backward(
     prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return (dstate, total + dcoefficients), the gradients of `tick` given `dnew`.
-
-    `total` is the sum of dcoefficients over later ticks, with one part per CTA. `dnew` and dstate are pairs
-    (dseen, dkept), as in the docstring of this module.
-    """
+    """Return (dstate, total + dcoefficients), where dstate is a pair, and `total` has one part per CTA."""
     arrays = prepared, state, fires, *dnew, total
     dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
     return (dseen, dkept), total
@@ -199,11 +171,8 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    """Compute `tick_backward` by the formula, with arguments and results in the layout of the kernels.
-
-    The formula sums the gradients of perception over the channels, but the layout has separate lanes for each channel.
-    This function puts the sum into the lanes of the first channel, and 0 into the lanes of the other channels.
-    """
+    """Compute `tick_backward` by the formula, in the layout of the kernels."""
+    # The formula sums the gradients of perception over the channels, so the first channel's lanes get the sum.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -223,10 +192,7 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """Return, for each lane, the numbers of the two rows that its gate reads, packed into one integer.
-
-    `layers` has the number of the first row of each layer in shared memory.
-    """
+    """Return for each lane the two rows that its gate reads, packed into one integer."""
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
@@ -247,12 +213,7 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder the rows of each update layer from the order of the gates to the order of the lanes, or back.
-
-    `which=_GATES` converts to the order of the lanes, and `which=_LANES` back to the order of the gates.
-
-    `firsts` has the number of the first row of each layer, and the number of rows.
-    """
+    """Reorder the rows of each update layer to the order of the lanes (`which=_GATES`) or of the gates (`_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -261,19 +222,17 @@ def _reordered(rows, automaton, firsts, which):
 
 
 def _packed(low, high):
-    """Return integers whose lower 16 bits are the row numbers `low`, and whose upper 16 bits are the row numbers
-    `high`."""
     return low | high << 16
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables of row numbers that `Plan.consumers` describes, concatenated into one vector."""
+    """Return the tables that `Plan.consumers` describes, as one vector."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
 
     def of_update(j):
-        """Return, for each input of update layer j, the row numbers of its consumers' gradients."""
+        """Return, for each input of update layer j, the rows of its consumers' gradients."""
         i = len(perception) + j
         gate, role = _consumers(automaton.update[j])
         lane = orders[j][_LANES][gate]
@@ -301,15 +260,15 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # The gradients of perception's first layer are summed over the kernels. The gradient of a cell's input is a sum of
-    # these sums, which have the axes (role, gate, channel). The center cell is also read by the first update layer.
+    # The gradients of perception's first layer are summed over the kernels first. The sums have the axes (role, gate,
+    # channel). The center cell is also read by the first update layer.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # For each sum over the kernels, the number of the first of the rows that are added.
+    # For each sum over the kernels, the number of its first row.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
@@ -317,10 +276,9 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return the gate and the role of each consumer of each input, as two arrays `(max_fan_out, inputs)`.
+    """Return the gate and the role (0 for a, 1 for b) of each input's consumers, `(max_fan_out, inputs)`.
 
-    The role is 0 if the gate reads the input as its a, and 1 if it reads the input as its b. If an input has fewer than
-    `max_fan_out` consumers, the remaining gates are -1.
+    If an input has fewer than `max_fan_out` consumers, the remaining gates are -1.
     """
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]

@@ -1,8 +1,6 @@
 """Many ticks of a logic cellular automaton, given the coefficients of its gates.
 
-The backward computes the gradients of the ticks from the last to the first. It uses the states that the forward kept
-(`jaxbp.checkpointing`). It sums the gradients with respect to the coefficients over the cells, then over the ticks. A
-tick is computed by formulas or by kernels, which are two modules with the same functions (`backend`).
+Formulas or kernels compute a tick. They are two modules with the same functions (`backend`).
 """
 
 import functools
@@ -22,8 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """The random choices of a rollout: one key per tick, and the probability of rounding a value of the state before a
-    tick. If this probability is the number 0, it is None.
+    """Random choices of a rollout: one key per tick, and the rounding rate, or None if it is the number 0.
 
     If nothing is random, the argument `draws` of a function is None.
     """
@@ -44,13 +41,10 @@ def _advance(backend, coefficients, automaton, state, draws, *, steps, fire_rate
 
 
 def forward(backend: ModuleType, *arrays: Any, memory: Memory, **options: Any) -> Array:
-    """Return the last state, given (coefficients, automaton, state, draws). `backend` is `_automaton_formula` or
-    `_automaton_kernels`."""
     return _advance(backend, *arrays, memory="states", keep=lambda s: (), **options)[0]
 
 
 def _save(backend, *arrays, memory, **options):
-    """Return the last state and the residuals: the arguments, and the states or rows that are kept for the backward."""
     if memory == "all" and backend.KEEPS_ROWS:
         last, kept = _keeping_rows(backend, *arrays, **options)
     else:
@@ -99,18 +93,14 @@ def _keeping_rows(backend, coefficients, automaton, state, draws, *, steps, fire
 
 
 def _seen(backend, draws, shape, fire_rate, state, t):
-    """Return the state that tick t reads (see `_rounded`), and which cells update at tick t (see `_fires`)."""
     return _rounded(backend, draws, t, state, shape), _fires(draws, t, shape, fire_rate)
 
 
 def _fires(draws, t, shape, fire_rate):
-    """Return which cells update at tick t, `(batch, height, width)`, or None if all cells update."""
     return None if fire_rate == 1.0 else jax.random.bernoulli(draws.keys[t], fire_rate, shape[:-1])
 
 
 def _rounded(backend, draws, t, state, shape):
-    """Return the state that tick t reads, in which some values are rounded. Its derivative with respect to `state`
-    counts as 1."""
     if draws is None or draws.rounding_rate is None:
         return state
     # The random bits must be the same in every layout and every dtype.
@@ -120,8 +110,6 @@ def _rounded(backend, draws, t, state, shape):
 
 
 def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **options):
-    """Compute the same gradients as `_backward`, by JAX's autodiff."""
-
     def last_state(coefficients, state):
         return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -130,10 +118,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axes of the arguments, so that each device computes the ticks of a part of the grids.
-
-    If `draws` is not None, return no batch axes, because random values are drawn for all grids at once.
-    """
+    """Return the batch axes: each device has a part of the grids, unless random values are drawn for all grids."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -147,11 +132,8 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """Return the last state and the residuals. On a mesh, no states are kept: the backward computes them again.
-
-    On a mesh, each device has a vector of states that ends in unused elements. The vectors of several devices therefore
-    cannot be joined into one array.
-    """
+    """Return the last state and the residuals. On a mesh, no states are kept, and the backward recomputes them."""
+    # Each device's vector of states ends in unused elements, so the vectors cannot be joined into one array.
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
     return _save(_automaton_kernels, *arrays, **options)
@@ -170,12 +152,9 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Maps each implementation to a `Pair`. Each pair has its own forward."""
+"""Maps each implementation to a `Pair`. The pairs have different forwards."""
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair of an implementation, a function of (coefficients, automaton, state, draws).
-
-    If the state is empty, return the pair of formulas, because the kernels do not support empty arrays.
-    """
+    """Return the pair of an implementation. An empty state gets the formulas, because kernels do not support it."""
     return _TICKS[implementation if state.size else "xla"]

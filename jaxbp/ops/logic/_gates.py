@@ -1,8 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-A row has the values of one input in all examples. Gate g computes `y = c0 + c1 a + c2 b + c3 ab` from the rows a and b
-that its wires select. The middle axes `...` are for gates with the same wires but separate coefficients, such as the
-gates of several kernels. If the rows have size 1 along such an axis, all gates along this axis read the same rows.
+A row has the values of one input in all examples. Gates of several kernels have the same wires but separate
+coefficients, along the middle axes `...`. If the rows have size 1 along such an axis, all its gates read the same rows.
 """
 
 import functools
@@ -18,27 +17,24 @@ from jaxbp.logic.wires import Wires
 
 
 def mixed(coefficients: Array, a: Array, b: Array) -> Array:
-    """Return `c0 + c1 a + c2 b + c3 ab`."""
     c0, c1, c2, c3 = coefficients[..., None]
     return c0 + c1 * a + (c2 + c3 * a) * b
 
 
 def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
-    """Return the values that the gates compute from the rows, one row per gate."""
     return mixed(coefficients, rows[wires.a], rows[wires.b])
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows), the gradients with respect to the coefficients and to the rows, given dy.
+    """Return (dc, drows), given dy.
 
-    `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the consumers of a row, which are the gates that
-    read it. A gate that reads the row as its a adds `dy (c1 + c3 b)`. A gate that reads it as its b adds
-    `dy (c2 + c3 a)`.
+    `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the gates that read a row (its consumers):
+    `dy (c1 + c3 b)` if the row is the gate's a, and `dy (c2 + c3 a)` if it is its b.
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
-    if shared:  # If several gates read the same rows, their gradients are summed first.
+    if shared:  # The gradients of gates that read the same rows are summed first.
         dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
         slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
@@ -54,19 +50,16 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
 
 
 _MOST_PARTS = 16
-"""The largest number of terms for which LLVM unrolls a sum. After unrolling, it computes neighboring sums by vector
-instructions."""
+"""The largest number of terms for which LLVM unrolls a sum, and then uses vector instructions."""
 
 
 def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
-    """Return the four sums `Σ dy`, `Σ dy a`, `Σ dy b`, and `Σ dy ab` over the examples, the last axis."""
-
     def terms(dy, a, b):
         da = dy * a
         return dy, da, dy * b, da * b
 
     def by_parts(*rows):
-        """Divide each row into parts of equal length. Add up the parts, then sum over the elements of the result."""
+        """Divide each row into equal parts. Add up the parts, then the elements of the result."""
         examples, axes = dy.shape[-1], [dy.ndim - 1]
         parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
         rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
@@ -79,7 +72,6 @@ def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
 
 
 def _sums(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Return the sum of each array in `terms` over the axes."""
     on_cpu, default = (functools.partial(sums, axes) for sums in (_in_one_loop, _one_by_one))
     return lax.platform_dependent(*terms, cpu=on_cpu, default=default)
 
@@ -89,45 +81,33 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Compute the sums of all arrays in `terms` in one reduction.
-
-    If each sum were a separate reduction, XLA's CPU compiler would compute it by a call of a library, which takes ten
-    times as long.
-    """
+    """Compute all sums in one reduction. XLA's CPU compiler would compute separate ones ten times more slowly."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
 
 def _interleaved(pair: Array) -> Array:
-    """Reshape `(2, gates, ...) -> (2 gates, ...)`. Elements 2 g and 2 g + 1 of the result belong to gate g, as in the
-    numbers of consumers."""
+    """Reshape `(2, gates, ...) -> (2 gates, ...)`. Elements 2 g and 2 g + 1 belong to gate g."""
     return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
 
 
 _MOST_TURNS = 32
-"""The largest number of consumers per input for which the sum over the consumers is unrolled. The unrolled sum has one
-gather per consumer."""
+"""The largest number of consumers per input for which the sum over them is unrolled, with one gather per consumer."""
 
 _LARGEST_PRODUCT = 2**14
-"""The largest number of elements of the 0-1 matrix `(inputs, consumers)` for which the sums are computed as a product
-with this matrix."""
+"""The largest size of a 0-1 matrix `(inputs, consumers)` by which sums over consumers are computed."""
 
 
 def few_have_most(wires: Wires) -> bool:
-    """Return whether a few inputs have most of the consumers.
-
-    An unrolled sum has a term for each of `max_fan_out` consumers of every input. It would then gather many terms that
-    are not used.
-    """
+    """Return whether a few inputs have most consumers, so that an unrolled sum would gather many unused terms."""
     most = wires.max_fan_out
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """Return, for each input, the sum of the terms of its consumers.
+    """Return, for each input, the sum over its consumers of `terms`.
 
-    `terms` is a function. It maps an array of n indices into `wires.consumers` to the terms of these consumers,
-    `(n, ...)`.
+    `terms` maps n indices into `wires.consumers` to the terms `(n, ...)` of these consumers.
     """
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):

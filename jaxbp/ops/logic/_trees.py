@@ -1,8 +1,6 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-The kernels of a convolution are computed one after the other, each at all positions at once. The values that one leaf
-reads at all positions are a slice of the image, and this slice is not copied. An or-pool keeps only the position of the
-largest value in each window, and the backward recomputes only the tree at this position.
+A scan computes one kernel after the other. The values that a leaf reads at all positions are a slice of the image.
 """
 
 import functools
@@ -19,15 +17,10 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return the largest output of each kernel's tree in each window of the pool, and the position of this output.
+    """Return the largest output of each tree in each window of the pool, and its first position.
 
-    Args:
-      coefficients: `(kernels, gates, 4)`.
-      x: the padded images.
-
-    Returns:
-      (y, places), two arrays `(kernels, height, width, N)`. places has the first position of the largest value, as
-      `u * width + v` for row u and column v of the window. It is None for a window of one position.
+    x is padded. The coefficients have the shape `(kernels, gates, 4)`, and the results `(kernels, height, width, N)`.
+    A position is `u * width + v` for row u and column v of the window. For windows of size 1, the positions are None.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -48,11 +41,10 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """Return (dc, dx), the gradients with respect to the coefficients and the padded images."""
+    """Return (dc, dx), where x is padded."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
-        """For each window, return the value that `read` gives at the selected position."""
         if places is None:
             return read(0, 0)
         found = zip(itertools.count(), itertools.starmap(read, geometry.places))
@@ -61,7 +53,7 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     def of_kernel(dx, kernel):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
-        # Without the barrier, XLA would compute these values again in each of the many sums below.
+        # Without the barrier, XLA would recompute the values in each of the sums below.
         levels = levels_of_tree(c, barriers.optimization_barrier(values))
         dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
@@ -79,33 +71,25 @@ def _kept(arrays):
 
 @_kept.defjvp
 def _(arrays, tangents):
-    # Each array has a separate barrier. Some arrays depend on the differentiated input and others do not, and JAX
-    # cannot differentiate a joint barrier of both.
+    # JAX cannot differentiate a joint barrier of arrays that depend on the differentiated input and arrays that do not.
     return _kept(*arrays), jax.tree.map(barriers.optimization_barrier, *tangents)
 
 
 def _sum(a: Array) -> Array:
-    """Return the sum of all elements, summed over one axis after the other.
-
-    Each of these sums has fewer terms than one sum over all axes, and is more accurate.
-
-    Without the barriers, XLA would merge the sums into one.
-    """
+    """Return the sum of all elements, one axis after the other, which is more accurate than one sum."""
+    # Without the barriers, XLA would merge the sums.
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
     return a
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Return whether a value replaces the largest value so far.
-
-    Among equal values, the first one is kept. NaN counts as larger than any number, and the first NaN is kept.
-    """
+    """Return whether a value replaces the largest so far: the first maximum, or the first NaN, is kept."""
     return ~(value <= largest) & (largest == largest)
 
 
 class _Geometry:
-    """The positions of the kernels' trees and of the pool's windows on a padded image."""
+    """Positions of the trees and of the pool's windows on a padded image."""
 
     def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
         self.stride, self.pool = stride, pool
@@ -116,8 +100,7 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the values that a leaf reads if its tree is at position (u, v) of each window of the pool,
-        `(height, width, N)`."""
+        """Return the values that a leaf reads if its tree is at (u, v) of each window, `(height, width, N)`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -125,10 +108,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Return dx, after adding the gradient `dleaf` of a leaf at the elements of x that the leaf read.
-
-        In each window of the pool, the leaf belongs to the tree at the position that `places` selects.
-        """
+        """Add the gradient of a leaf to dx, for the tree that `places` selects in each window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -1,8 +1,4 @@
-"""Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time.
-
-As in `gate_layer`, one `Pair` maps the parameters of the gates to coefficients, and a second `Pair` computes the ticks
-from the coefficients (`_automaton_ticks`).
-"""
+"""Logic cellular automata: one tick of a grid, and many ticks with backpropagation through time."""
 
 import functools
 from typing import Any
@@ -27,14 +23,13 @@ from jaxbp.ops.logic.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, per_implementation
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
-"""One array of logits per perception layer, and one per update layer."""
+"""One array per perception layer, and one per update layer."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
 """Gradients with respect to the logits."""
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
-    """Return the coefficients of the gates: `(4, gates, kernels)` per perception layer and `(4, gates)` per update
-    layer."""
+    """Return coefficients `(4, gates, kernels)` per perception layer and `(4, gates)` per update layer."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
     of_gates = COEFFICIENTS[parametrization](upcast(flat), implementation=implementation).T
@@ -66,8 +61,6 @@ def _rollout_backward(dlast, logits, automaton, state, draws, *, parametrization
 
 
 def _definition(logits, automaton, state, draws, *, parametrization, **options):
-    """Compute the ticks one after the other, by operations that JAX differentiates. This is the implementation
-    "autodiff"."""
     coefficients = _coefficients(logits, parametrization=parametrization, implementation="autodiff")
     return forward(_automaton_formula, coefficients, automaton, state, draws, **options)
 
@@ -85,7 +78,6 @@ def _logits_and_state(dlast, logits, automaton, state, draws):
 
 
 def _unsupported(*arrays, **options):
-    """Return why `(logits, automaton, state, draws)`, optionally preceded by dlast, are unsupported, or None."""
     automaton, state = arrays[-3:-1]
     reason = checks.unsupported_dtype(arrays[-4], state)
     return reason or (_automaton_kernels.unsupported(automaton, state) if state.size else None)
@@ -96,7 +88,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         name,
         {"autodiff": definition, **per_implementation(function, ("pallas", "xla"))},
         unsupported=_unsupported,
-        # The op concatenates the cells of all grids to one array. JAX does not infer the sharding of this array.
+        # JAX does not infer the sharding of the array to which the cells of all grids are concatenated.
         sharded_like=like,
         jit=True,
     )
@@ -127,28 +119,26 @@ def automaton_step(
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
-    Here seen_pc is channel c of the p-th of the nine cells that a cell sees. These are the cell itself and the eight
-    around it, in row-major order. A cell outside of the grid is 0, or a cell on the opposite side if the automaton is
-    periodic. perception_k and update are layers of gates. Each gate computes `y = Σ_i softmax(logits)_i op_i(a, b)`
-    from its inputs a and b, as in `gate_layer`. Values that rounding moves out of [0, 1] are clipped, because gates
-    that compare a and b double such an error in every layer. The clipping does not change derivatives.
+    Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order. A
+    cell outside of the grid is 0, or is a cell on the opposite side if the automaton is periodic. perception_k and
+    update are layers of gates, as in `gate_layer`. Rounding errors outside of [0, 1] are clipped with derivative 1,
+    because gates that compare a and b double them in every layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
         `(gates, parameters)` for update. They may have a wider dtype than the state.
-      automaton: a `jaxbp.Automaton`, the wires.
       state: values in [0, 1].
       key: decides which cells update; required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates. Otherwise it keeps its state.
       parametrization: as in `gate_layer`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      implementation: None for the fastest.
 
     Returns:
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: automaton or key has the wrong type, or an array is not floating.
-      ValueError: shapes do not fit, the parametrization is unknown, or the fire rate is below 1 without a key.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -170,21 +160,17 @@ def automaton_step_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
-    """Gradients of `automaton_step`. Each of its gate layers has the gradients of `gate_layer_backward`.
+    """Gradients of `automaton_step`, in each gate layer as in `gate_layer_backward`.
 
-    The gradients with respect to the logits are summed over all cells, and for perception also over all channels. The
-    gradient with respect to a cell's state is summed over the nine cells that see it. If the cell did not update,
-    `dnext` of the cell is added.
+    The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
+    cell's state is a sum over the nine cells that see it, plus `dnext` of the cell if the cell did not update.
 
     Args:
-      dnext: gradient with respect to the next state. If its dtype is not the state's, both are promoted to one dtype.
-      Other arguments: as in the forward.
+      dnext: gradient with respect to the next state.
+      Other arguments and errors: as in `automaton_step`.
 
     Returns:
-      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
-
-    Raises:
-      TypeError, ValueError: as in `automaton_step`.
+      (dlogits, dstate), in the structure and dtypes of the logits and the state.
     """
     op = "automaton_step_backward"
     layers, before = _check(op, logits, automaton, state, parametrization)
@@ -214,29 +200,27 @@ def automaton_rollout(
 
         state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
 
-    Here m_t is 1 with probability `rounding_rate` and otherwise 0. It is drawn separately for every value of the state.
+    Here m_t is 1 with probability `rounding_rate`, else 0, drawn separately for every value of the state.
 
     Args:
       steps: the number of ticks; static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
-        (straight-through). The rate has gradient 0, and is not checked if traced. With the number 0.0, nothing is
-        drawn.
-      memory: a policy that selects what the forward keeps for the backward. For T ticks of a state of n bytes, it keeps
-        "all": the inputs of every gate in every tick. (The kernels recompute these and keep T n bytes.)
+        (straight-through). The rate has gradient 0, and is not checked if traced.
+      memory: what the forward keeps for the backward. All policies give the same gradients. For T ticks of a state of n
+        bytes, they keep
+        "all": the inputs of every gate in every tick, but T n bytes with kernels, which recompute the inputs.
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
         "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
-        All policies give the same gradients.
       Other arguments: as in `automaton_step`.
 
     Returns:
       The last state, in the state's dtype.
 
     Raises:
-      TypeError, ValueError: as in `automaton_step`. Also a ValueError if steps is negative or not an integer, if the
-        policy is unknown, or if the rounding rate is outside [0, 1], or above 0 without a key.
+      TypeError, ValueError: as in `automaton_step`.
 
-    Source: as in `automaton_step`; for the policies, see `jaxbp.checkpointed_scan`.
+    Source: as in `automaton_step`; for the policies, `jaxbp.checkpointed_scan`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)
@@ -265,17 +249,14 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is state_t, rounded in part as in the forward. The same random values are drawn again.
+    Here s_t is rounded with the random values of the forward.
 
     Args:
-      dlast: gradient with respect to the last state. If its dtype is not the state's, both are promoted to one dtype.
-      Other arguments: as in the forward.
+      dlast: gradient with respect to the last state.
+      Other arguments and errors: as in `automaton_rollout`.
 
     Returns:
-      (dlogits, dstate), in the structure, shapes, and dtypes of the logits and the state.
-
-    Raises:
-      TypeError, ValueError: as in `automaton_rollout`.
+      (dlogits, dstate), in the structure and dtypes of the logits and the state.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)
@@ -312,10 +293,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
-    """Check the random options, and return them as `Draws`. Return None if nothing is random.
-
-    If `steps` is None, there is a single tick, and its key is `key`.
-    """
+    """Return the random options, or None if nothing is random. If `steps` is None, there is one tick."""
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -337,8 +315,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Check the rounding rate, and return it as an array. Return None for the number 0, because nothing is drawn
-    then."""
+    """Return the rounding rate as an array, or None for the number 0, with which nothing is drawn."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             came = f"{rate.dtype} of shape {rate.shape}"

@@ -1,16 +1,14 @@
 """Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-A gate computes one of 16 functions of two bits, numbered as in the literature by truth table. The bits of the number,
-from the highest, are the values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1,
-each function is linear in a and in b:
+A gate computes one of 16 functions of two bits. The bits of the function's number, from the highest, are its values at
+(a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each function is linear in a and in b:
 
     0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
     1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-A layer is made of two `Pair`s. The first pair maps the parameters of each gate to its coefficients. The second pair
-computes the values of the gates from the coefficients.
+One `Pair` maps the parameters of each gate to its coefficients, and a second one maps the coefficients to values.
 """
 
 import dataclasses
@@ -57,16 +55,10 @@ def _forward(coefficients, wires, x, *, groups=None):
 
 
 def _grouped(y, groups):
-    """Return y. If `groups` is given, return the sums of y over groups of neighboring gates instead."""
     return y if groups is None else gates.group_sum(upcast(y), groups)
 
 
 def _of_gates(dy, wires, x):
-    """Return the gradient with respect to each gate's value, `(gates, examples)`.
-
-    dy is the gradient with respect to the results of the layer. If the results are sums over groups, every gate of a
-    group gets the gradient of its group.
-    """
     rows = _features_first(dy.astype(x.dtype))
     return jnp.repeat(rows, wires.gates // len(rows), axis=0)
 
@@ -87,11 +79,7 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
-    """Compute `_gradients` by JAX's autodiff.
-
-    The inputs of the gates are gathered by `_copies_of_inputs`, so that gradients are added in the same order in every
-    run.
-    """
+    """Compute `_gradients` by JAX's autodiff, with sums in a fixed order (`_copies_of_inputs`)."""
 
     def forward(coefficients, x):
         return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
@@ -101,12 +89,9 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return the same as `_inputs_of_gates`, but gather from copies of the rows, of which each is read at most once.
-
-    The gradient with respect to a row is then a sum over its copies, in a fixed order. Without copies, the gradient of
-    the gather would add several gates' gradients to one row, in an order that varies between runs on a GPU. If a few
-    inputs have most of the consumers, there would be too many copies, and the rows are gathered without copies.
-    """
+    """Compute `_inputs_of_gates`, but gather from copies of the rows, each of which is read at most once."""
+    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather adds in an
+    # order that varies on a GPU. If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
@@ -114,11 +99,7 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the index of the copy that each gate reads: element 2 g for input a of gate g, and element 2 g + 1 for its
-    input b.
-
-    Each row has `max_fan_out` copies, which are adjacent.
-    """
+    """Return the index of the copy that gate g reads: element 2 g for its input a, and 2 g + 1 for its input b."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -128,8 +109,8 @@ def _copies_read(wires):
 def _features_first(x):
     """Reshape `(..., features) -> (features, examples)`."""
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # On a CPU, the transposed array is also stored in this order. Otherwise XLA keeps the layout of x, and gathers
-    # single elements instead of rows.
+    # On a CPU, the transposed array is stored in this order. Otherwise XLA keeps x's layout and gathers single elements
+    # instead of rows.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
@@ -140,8 +121,7 @@ def _features_last(x, shape):
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector has only one memory layout, so the array is stored in the order of the vector. A layout constraint would
-    # also work, but cannot be exported.
+    # A vector has only one memory layout, and keeps its order. A layout constraint could not be exported.
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -161,11 +141,8 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """Return (dx, dc), computed by the fastest kernels for these wires. dx has the shape `(inputs, examples)`.
-
-    If no other kernel is faster, `gradients_by_input` runs, which needs no shared memory. It also runs if there is no
-    GPU.
-    """
+    """Return (dx, dc) by the fastest kernels for these wires, with dx of shape `(inputs, examples)`."""
+    # `gradients_by_input` needs no shared memory, and runs if no other kernel is faster or there is no GPU.
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
@@ -182,7 +159,6 @@ def _gradients_by_two_kernels(dy, coefficients, graph, x):
 
 
 def _graph(wires):
-    """Return the wires as the kernels' `Graph`, whose fields have the same names."""
     return Graph(*(getattr(wires, field.name) for field in dataclasses.fields(Graph)))
 
 
@@ -194,9 +170,6 @@ _TABLE = tuple(map(tuple, gates.COEFFICIENTS.tolist()))
 
 
 def _where_it_pays(kernel, formula):
-    """Return a function that calls `kernel` if it is faster, else `formula`. The kernel takes the table of the 16 gate
-    functions."""
-
     def function(*arrays):
         if not kernel.pays(*arrays, table=_TABLE):
             return formula(*arrays)
@@ -228,7 +201,7 @@ _GATES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to y. Under "pallas", both forward and backward are kernels."""
+"""An op that maps (coefficients, wires, x) to y."""
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
@@ -240,8 +213,7 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # The other parametrizations have four parameters per gate and no sums over the 16 functions, so a kernel would not
-    # be faster than XLA.
+    # The other parametrizations have no sums over the 16 functions, so a kernel would not be faster than XLA.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -259,18 +231,13 @@ def _layer(parameters, wires, x, *, parametrization, groups, implementation):
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
-    # The parameters are converted to a wider dtype only once. Their gradients from both uses are then added before they
-    # are rounded. In half precision, one of these gradients alone could overflow.
+    # Both gradients of the parameters are added before they are rounded. In half precision, one of them could overflow.
     pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, groups):
-    """Compute the layer by operations that JAX differentiates. This is the implementation "autodiff".
-
-    If the parameters are logits, the value of a gate is the sum of the 16 functions, weighted by their probabilities.
-    """
     if parametrization != "softmax":
         return _forward(COEFFICIENTS[parametrization].forward(parameters), wires, x, groups=groups)
     wide = upcast(x)
@@ -304,32 +271,27 @@ def gate_layer(
 ) -> Float[Array, "*batch results"]:
     """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
 
-    Here a and b are the inputs that `wires` assigns to gate g. The head of this file lists the 16 functions op_i. Each
-    is linear in a and in b, so y is computed as `y = c0 + c1 a + c2 b + c3 ab`.
+    Here a and b are the inputs that `wires` assigns to gate g, and the docstring of the module lists the functions
+    op_i. Each is linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab`.
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
-      wires: a `jaxbp.Wires` with the same numbers of gates and inputs.
-      x: inputs, with any leading axes. Values are bits or numbers between 0 and 1.
+      x: bits, or numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
-        "input_wise": 4 parameters, one per row of the truth table. The value of the row is the parameter's sigmoid.
-        "walsh": 4 weights of 1, A, B and AB, where A and B are ±1 for the two bits. The value of a row of the truth
-          table is the sigmoid of the weighted sum. (At relaxed inputs, the source also takes the sigmoid of the sum.
-          Here, y is interpolated between the values of the rows.)
-      groups: if given, the gates are divided into this number of equal groups of neighboring gates, and each result is
-        the sum over one group, as in `jaxbp.group_sum`. The backward under "pallas" then never stores the gradients
-        with respect to single gates' values.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. For "softmax", "autodiff" stacks the 16
-        functions as written above. For the other two parametrizations, it uses the four coefficients.
+        "input_wise": 4 parameters. Their sigmoids are the rows of the truth table.
+        "walsh": 4 weights of 1, A, B and AB, where A and B are ±1 for the two bits. A row of the truth table is the
+          sigmoid of the weighted sum. Relaxed inputs interpolate between the rows, unlike in the source.
+      groups: if given, the number of groups of neighboring gates over which the results are sums, as in
+        `jaxbp.group_sum`.
+      implementation: None for the fastest.
 
     Returns:
-      y, one result per gate in x's dtype, computed in float32 or wider. With `groups`, one sum per group in float32 or
-      wider.
+      y in x's dtype, computed in float32 or wider. With `groups`, the sums in float32 or wider.
 
     Raises:
-      TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes do not fit, the parametrization is unknown, or groups does not divide the number of gates.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
@@ -357,18 +319,15 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over those that read it as their b
 
-    The only sums over the batch are `dc = Σ_batch dy (1, a, b, ab)`, four per gate. From them follows
+    The only sums over the batch are `dc = Σ_batch dy (1, a, b, ab)`. From them follows
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not y's, dy and x are promoted to one dtype.
-      logits, wires, x, parametrization, groups: as in the forward.
+      dy: gradient with respect to y.
+      Other arguments and errors: as in `gate_layer`.
 
     Returns:
-      (dlogits, dx), in the shapes and dtypes of logits and x.
-
-    Raises:
-      TypeError, ValueError: as in `gate_layer`.
+      (dlogits, dx), in the dtypes of logits and x.
     """
     op = "gate_layer_backward"
     arguments = logits, x

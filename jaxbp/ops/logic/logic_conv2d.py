@@ -1,11 +1,8 @@
 """Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
 
 A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values, which is the "or" of bits. If the convolution and the or-pool are one op, the forward keeps one byte
-per pooled output, the position of the largest value. The backward recomputes only the tree at this position, because
-the trees at other positions have no gradient.
-
-As in `gate_layer`, one pair maps parameters to coefficients, and a second pair maps coefficients and images to outputs.
+neighboring values, the "or" of bits. If convolution and or-pool are one op, the forward keeps one byte per pooled
+output, the position of the largest value. The backward recomputes only the tree at this position.
 """
 
 import functools
@@ -125,8 +122,7 @@ _TREES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to y and the indices of the maxima. Under "pallas", the forward is a kernel,
-too."""
+"""An op that maps (coefficients, wires, x) to y and the indices of the maxima."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -135,13 +131,12 @@ def _convolution(parameters, wires, x, *, parametrization, implementation, **opt
 
 
 def _convolution_backward(dy, indices, parameters, wires, x, *, parametrization, implementation, **options):
-    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # made wider once, as in `gate_layer`
+    pair, wide = COEFFICIENTS[parametrization], upcast(parameters)  # as in `gate_layer`
     dc, _, dx = _TREES_BACKWARD(dy, indices, pair.forward(wide), wires, x, implementation=implementation, **options)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
 
 
 def _definition(parameters, wires, x, *, parametrization, stride, padding, pool):
-    """Compute the trees by operations that JAX differentiates. This is the implementation "autodiff"."""
     wide = upcast(_padded(x, padding))
     rows, columns = output_size(wide.shape[2:], wires.window, stride=stride, padding=((0, 0), (0, 0)))
     channel, row, column = jnp.moveaxis(wires.leaves, -1, 0)[..., None, None]
@@ -217,21 +212,18 @@ def logic_conv2d(
 
     Args:
       logits: the parameters of each gate. They may have a wider dtype than x.
-      wires: a `jaxbp.TreeWires` with the same numbers of kernels, gates, and channels.
-      x: images, NCHW. Values are bits or numbers between 0 and 1.
+      x: bits, or numbers between 0 and 1.
       stride: an int, or a pair for rows and columns.
-      padding: the number of zeros on each side, as an int or as a pair for rows and columns; or "SAME" or "VALID".
+      padding: zeros on each side, as in `conv2d`.
       parametrization: as in `gate_layer`.
-      implementation: "pallas" (depths up to 4), "xla", "autodiff", or None for the fastest. For "softmax", "autodiff"
-        stacks the 16 functions. For the other two parametrizations, it uses the four coefficients.
+      implementation: None for the fastest. "pallas" supports depths up to 4.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`, and its width
-      follows in the same way.
+      y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
 
     Raises:
-      TypeError: wires has the wrong type, or an array is not floating.
-      ValueError: shapes or options do not fit, or the parametrization is unknown.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -249,9 +241,9 @@ def logic_conv2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d`. They are computed from the root of each tree to its leaves.
+    """Gradients of `logic_conv2d`, computed from the root of each tree to its leaves.
 
-    A gate has inputs a and b and coefficients c. With dy the gradient of the loss with respect to its value,
+    For a gate with coefficients c, whose value has the gradient dy,
 
         da = dy (c1 + c3 b)
         db = dy (c2 + c3 a)
@@ -260,14 +252,11 @@ def logic_conv2d_backward(
     dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
-      Other arguments: as in `logic_conv2d`.
+      dy: gradient with respect to y.
+      Other arguments and errors: as in `logic_conv2d`.
 
     Returns:
-      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
-
-    Raises:
-      TypeError, ValueError: as in `logic_conv2d`.
+      (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x
@@ -289,21 +278,10 @@ def logic_conv2d_or_pool2d(
 ) -> Float[Array, "batch kernels out_height out_width"]:
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
-    The backward needs x and one byte per pooled output.
-
     Args:
-      logits, wires, x, stride, padding, parametrization: as in `logic_conv2d`.
       pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
-        ignored.
-      implementation: "pallas" (depths up to 4, pools of up to 9 positions), "xla", "autodiff", or None for the fastest.
-
-    Returns:
-      y, in x's dtype.
-
-    Raises:
-      TypeError, ValueError: as in `logic_conv2d`.
-
-    Source: as in `logic_conv2d`.
+        ignored. "pallas" supports up to 9 positions.
+      Other arguments, dtype, errors, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
     return _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)[0]
@@ -320,17 +298,10 @@ def logic_conv2d_or_pool2d_with_indices(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
-    """Return the result of `logic_conv2d_or_pool2d` and the positions that its backward needs.
+    """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the positions that its backward needs.
 
-    Args:
-      As in `logic_conv2d_or_pool2d`.
-
-    Returns:
-      (y, indices). indices has the first position of the largest value in each window, as `u * pool_width + v` for row
-      u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
-
-    Raises:
-      As in `logic_conv2d_or_pool2d`.
+    Each index is the first maximum in its window, as in `max_pool2d_with_indices`. Arguments and errors are as in
+    `logic_conv2d_or_pool2d`.
     """
     op = "logic_conv2d_or_pool2d_with_indices"
     y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
@@ -350,20 +321,17 @@ def logic_conv2d_or_pool2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d_or_pool2d`. They are the gradients of `logic_conv2d_backward`, if dy of each window is
-    placed at its selected position.
+    """Gradients of `logic_conv2d_or_pool2d`: the gradients of `logic_conv2d_backward`, with dy of each window at its
+    selected position.
 
     Args:
-      dy: gradient with respect to y. If dy's dtype is not x's, both are promoted to one dtype.
-      indices: as returned by `logic_conv2d_or_pool2d_with_indices`. For values outside of the window, the result is
-        undefined.
-      Other arguments: as in `logic_conv2d_or_pool2d`.
+      dy: gradient with respect to y.
+      indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. For values outside of the
+        window, the result is undefined.
+      Other arguments and errors: as in `logic_conv2d_or_pool2d`.
 
     Returns:
-      (dlogits, dx), in the shapes and dtypes of logits and x. Every run returns the same bits.
-
-    Raises:
-      TypeError, ValueError: as in `logic_conv2d`; also if indices are not integers of dy's shape.
+      (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x
@@ -384,14 +352,9 @@ def logic_or_pool2d(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Return the "or" of the bits in each window, relaxed to their maximum. This is `max_pool2d`, with the same
-    arguments.
+    """Return the "or" of the bits in each window, relaxed to their maximum.
 
-    The gradient goes to the first maximum, or to the first NaN. The backward is `max_pool2d_backward`. With "autodiff",
-    XLA decides where the gradient of a window with NaN goes.
-
-    Raises:
-      TypeError, ValueError: as in `max_pool2d`.
+    This is `max_pool2d`, and the backward is `max_pool2d_backward`.
 
     Source: as in `logic_conv2d`.
     """
@@ -404,7 +367,6 @@ def _call(op, logits, wires, x, pool, stride, padding, parametrization, implemen
 
 
 def _check(op, logits, wires, x, pool, stride, padding, parametrization):
-    """Return the checked arrays, and the options with stride, padding, and pool as pairs."""
     if not isinstance(wires, TreeWires):
         raise TypeError(f"{op}: wires is a {type(wires).__name__}; wants a jaxbp.TreeWires")
     (logits,) = checks.floating(op, logits=logits)

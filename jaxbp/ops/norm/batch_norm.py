@@ -17,22 +17,19 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 AnyChannels = Float[AnyArray, "channels"]
 Results = tuple[Floats, Float[Array, "channels"], Float[Array, "channels"]]
-"""The results of the op, (y, mean, var), or of its backward, (dx, dscale, dbias)."""
+"""(y, mean, var), or (dx, dscale, dbias)."""
 
 
 def _over(x, channel_axis):
-    """Return the axes over which the mean and the variance are computed: all axes except the channels."""
     return tuple(axis for axis in range(x.ndim) if axis != channel_axis)
 
 
 def _along(a, x, channel_axis):
-    """Reshape a vector with one element per channel so that it broadcasts to x."""
     return a.reshape([-1 if axis == channel_axis else 1 for axis in range(x.ndim)])
 
 
 def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
-    """Return ((y, mean, var), residuals), where y is the normalized x, scaled and shifted, and the residuals are for
-    `_backward`. With `wide`, mean and var are not rounded to x's dtype."""
+    """Return ((y, mean, var), residuals). With `wide`, mean and var are not rounded to x's dtype."""
     over = _over(x, channel_axis)
     mean, rest = mean_and_rest(x, over)
     centred = (upcast(x) - mean) - rest
@@ -64,17 +61,14 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, w
 
 
 def _terms(dy, x, mean, rest):
-    """Return the two arrays that the backward sums over the batch and the spatial axes: dy, and dy times the deviation
-    of x from the mean."""
+    """Return dy and `dy (x - mean)`, which the backward sums over the batch and the spatial axes."""
     return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`.
+    """Return ((a, b, c), dscale, dbias), given the sums of `_terms`, with `dx = a dy + b (x - mean) + c`.
 
-    The arguments dy_sum and deviation_sum are the sums of `_terms`. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`,
-    and n = count elements per channel: `dbias = Σ dy`, `dscale = Σ dy x̂`, and `dx = scale s (dy - dbias/n - x̂ dscale/n)
-    + dmean/n + dvar 2 (x - mean)/n`.
+    dx is as in `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n`, with n = count.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
@@ -101,12 +95,11 @@ def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
 
 _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
 _WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
-"""Batch normalization of x by mean, var, scale, and bias, in shapes that broadcast to x."""
+"""Batch normalization by given arrays that broadcast to x."""
 
 
 def _statistics(x, channel_axis, axis_name, use_fast_variance):
-    """Return the mean and the variance of each channel, in float32 or wider, also over the devices along
-    `axis_name`."""
+    """Return each channel's mean and variance in float32 or wider, also over the devices along `axis_name`."""
 
     def mean_of(a):
         mean = jnp.mean(a, axis=_over(x, channel_axis))
@@ -139,29 +132,25 @@ def batch_norm(
     A channel whose squares overflow becomes NaN.
 
     Args:
-      x: an array with at least two axes: the batch, the channels, and any number of spatial axes.
       scale, bias: one value per channel; None for ones and zeros.
-      running: the running averages (mean, var) of the statistics, in any floating dtype, or None.
+      running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       epsilon: a number of at least 0.
-      channel_axis: the axis of the channels.
-      axis_name: the names of mapped axes, as in `jax.lax.pmean`. The statistics are then also over these axes, for
-        example over the devices of `jax.shard_map`.
-      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass over x. It loses the
-        digits of a channel whose mean is far from zero.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. With `axis_name` or `use_fast_variance`, JAX
-        differentiates the statistics.
+      axis_name: mapped axes over which the statistics are also computed, as in `jax.lax.pmean`.
+      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. It loses the digits of a
+        channel far from zero.
+      implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the statistics.
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the statistics of the batch, in y's dtype, computed in float32 or wider, and have gradients. With n elements
-      per channel, the variance is a sum divided by n, not by n - 1. With `running`, mean and var are the new running
-      averages, `momentum running + (1 - momentum) statistics`, and have no gradient.
+      are the statistics of the batch, in y's dtype, computed in float32 or wider, and have gradients. The variance of n
+      elements is a sum divided by n. With `running`, mean and var are the new running averages,
+      `momentum running + (1 - momentum) statistics`, and have no gradient.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or numbers are out of range.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """
@@ -206,13 +195,12 @@ def batch_norm_backward(
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
 
-    with sums over the batch and the spatial axes. The last two terms come from the statistics, which depend on every x.
+    with sums over the batch and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype.
+      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's.
 
-    Raises:
-      TypeError, ValueError: as in `batch_norm`.
+    Arguments and errors are as in `batch_norm`.
     """
     op = "batch_norm_backward"
     arguments = (x, x, x) if scale is None else (x, scale, scale)
@@ -224,7 +212,6 @@ def batch_norm_backward(
 
 
 def _check(op, epsilon, channel_axis, x, scale, bias=None, **dy):
-    """Return x, scale, bias, the options of the pair, and dy if it is given."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")

@@ -1,11 +1,4 @@
-"""Group normalization: each example's channels are divided into groups, and each group is normalized.
-
-With `x̂ = (x - mean) / √(var + epsilon)` and `t = dy scale`, where means are over a group of one example,
-
-    dx = (t - mean(t) - x̂ mean(t x̂)) / √(var + epsilon),    dscale = Σ dy x̂,    dbias = Σ dy,
-
-with sums over the examples and the spatial axes.
-"""
+"""Group normalization: each example's channels are divided into groups, and each group is normalized."""
 
 import math
 
@@ -27,17 +20,16 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
 
-# The pair's x has the groups as the axis `axis`, and the channels of a group as the next axis. Scale and bias have
-# these two axes, and size 1 along the others.
+# The pair's x has an axis of groups, `axis`, followed by the channels of a group. Scale and bias have size 1 along the
+# other axes.
 
 
 def _over(x, axis):
-    """Return the axes over which a group is normalized: all axes except the batch and the groups."""
+    """Return the axes of one group of one example."""
     return tuple(i for i in range(1, x.ndim) if i != axis)
 
 
 def _summed(x, axis):
-    """Return the axes over which the gradients of scale and bias are summed."""
     return tuple(i for i in range(x.ndim) if i not in (axis, axis + 1))
 
 
@@ -68,13 +60,12 @@ def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
 
 
 def _terms(dy, x, scale, mean, rest, inv_std):
-    """Return t and `t x̂`, whose means over a group dx contains."""
+    """Return t and `t x̂`, whose means dx contains."""
     t = dy * scale
     return t, t * (((x - mean) - rest) * inv_std)
 
 
 def _parameter_terms(dy, x, scale, mean, rest, inv_std):
-    """Return `dy x̂` and dy, whose sums are dscale and dbias."""
     return dy * (((x - mean) - rest) * inv_std), dy
 
 
@@ -104,23 +95,22 @@ def group_norm(
     """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
     over the channels of a group and the spatial axes.
 
-    One group is a LayerNorm over all axes but the first. As many groups as channels are an instance normalization. A
-    group whose squares overflow becomes NaN.
+    With one group, this is a LayerNorm over all axes but the first; with one group per channel, an instance
+    normalization. A group whose squares overflow becomes NaN.
 
     Args:
-      x: an array whose first axis is the batch, with any number of spatial axes.
+      x: an array whose first axis is the batch.
       scale, bias: one value per channel; None for ones and zeros.
-      num_groups: the number of groups, which divides the number of channels. Neighboring channels form a group.
+      num_groups: a divisor of the number of channels. Neighboring channels form a group.
       epsilon: a number of at least 0.
-      channel_axis: the axis of the channels, which is not the first.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      implementation: None for the fastest.
 
     Returns:
-      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
+      y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or numbers are out of range.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """
@@ -145,11 +135,9 @@ def group_norm_backward(
     with means over each group of an example, and sums over the examples and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. This function
-      computes the statistics from x. If `group_norm` is differentiated, it saves them.
+      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's.
 
-    Raises:
-      TypeError, ValueError: as in `group_norm`.
+    Arguments and errors are as in `group_norm`.
     """
     (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)
     dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)
@@ -158,7 +146,6 @@ def group_norm_backward(
 
 
 def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, **dy):
-    """Return x, scale, bias, and dy if it is given, with an axis of groups, and the options of the pair."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     if x.ndim < 2:
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")

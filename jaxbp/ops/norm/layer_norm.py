@@ -1,11 +1,6 @@
 """Normalization of each row over its last axis: LayerNorm and RMSNorm.
 
-With `x̂ = (x - mean) * inv_std` and `t = dy * scale`, where means are over the row (derivation: docs/layer_norm.md),
-
-    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
-
-with sums over all rows. RMSNorm has no bias, subtracts no mean from x, and has no mean(t) in dx. The static option
-`center` is True for LayerNorm and False for RMSNorm.
+The static option `center` is True for LayerNorm. It is False for RMSNorm, which has no bias and subtracts no means.
 """
 
 import functools
@@ -34,24 +29,19 @@ Parameter = Float[Array, "hidden"]
 
 
 def rows(a):
-    """Reshape `(..., hidden)` to a matrix `(rows, hidden)`."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
 def _first(x):
-    # The first element of each row is subtracted before the mean is computed. This improves the accuracy. In exact
-    # arithmetic, it does not change the result, so it needs no gradient.
+    # Subtracting a row's first element first makes the mean more accurate. In exact arithmetic, it changes nothing, so
+    # it needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std), one number each per row. The offset is the row's mean minus its first element, or None
-    without `center`.
+    """Return (offset, inv_std) per row. Without `center`, the offset is None, and inv_std is 1 / root mean square.
 
-    `inv_std` is the reciprocal of the standard deviation, or without `center` of the root mean square.
-
-    The offset is kept instead of the mean. If the numbers of a row are far from zero, their mean is large, and rounding
-    leaves it too few digits.
+    The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -65,7 +55,6 @@ def _inv_std(centred, eps):
 
 
 def _normalised(x, offset, inv_std):
-    """Return x̂, the normalized rows before scale and bias, in float32 or wider."""
     centred = upcast(x) if offset is None else upcast(x) - _first(x) - offset[..., None]
     return centred * inv_std[..., None]
 
@@ -76,18 +65,16 @@ def _scaled(normalised, scale, bias, dtype):
 
 
 def _along_rows(parameter, x):
-    """Return a vector with one element per column in float32 or wider, with as many axes as x."""
     return lax.broadcast_to_rank(upcast(parameter), x.ndim)
 
 
 def normalise(x, scale, bias, *, eps, center):
-    """Return the normalized rows y, and (offset, inv_std) as `row_statistics` does."""
+    """Return (y, offset, inv_std)."""
     offset, inv_std = row_statistics(x, eps=eps, center=center)
     return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
 
 
 def normalise_kernel(x, scale, bias, *, eps, center):
-    """Compute the same as `normalise`, by a kernel."""
     if x.size == 0:
         return normalise(x, scale, bias, eps=eps, center=center)
     arrays, options = (rows(x), scale, bias), dict(eps=eps, center=center)
@@ -96,11 +83,7 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32.
-
-    The backward recomputes y, the result of the forward, for ops that need it. dbias is None without `center`, and y is
-    None without `with_y`. If the argument inv_std is None, the statistics are computed from x.
-    """
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. If inv_std is None, compute the statistics."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
@@ -110,13 +93,12 @@ def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False)
 
 
 def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Compute the same as `gradients`, by a kernel. If inv_std is None, the kernel computes the statistics."""
     options = dict(eps=eps, center=center, with_y=with_y)
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel adds rows of zeros to its last group of rows. With such a small eps, the reciprocal of the
-        # standard deviation of these rows would not be finite.
+        # The streamed kernel pads its last group of rows with zeros. With such a small eps, their inv_std would be
+        # infinite.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -134,42 +116,30 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 
 
 def input_gradient_from_x(t, x, *, eps):
-    """Return (dx, x̂), both in x's dtype, given `t = dy * scale` and x."""
+    """Return (dx, x̂) in x's dtype, given `t = dy * scale` and x."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
 
 
 def input_gradient_kernel(t, normalised, inv_std):
-    """Compute the same as `input_gradient`, by a kernel that streams rows through shared memory. It does not support
-    all row lengths."""
     arrays = rows(t), rows(normalised), inv_std.ravel()
     return on_gpu(layer_norm_streamed.input_gradient, input_gradient, *arrays).reshape(t.shape)
 
 
 def input_gradient_from_x_kernel(t, x, *, eps):
-    """Compute the same as `input_gradient_from_x`, by a kernel that streams rows through shared memory."""
     from_x = layer_norm_streamed.input_gradient_from_x, input_gradient_from_x
     results = on_gpu(*(functools.partial(f, eps=eps) for f in from_x), rows(t), rows(x))
     return tuple(a.reshape(x.shape) for a in results)
 
 
 def _streamed_if_faster(streamed, plain, *arrays, **options):
-    """Call the kernel `streamed`, which streams rows through shared memory, if it is faster for these rows. Otherwise,
-    call the kernel `plain`.
-
-    If there is no GPU, `plain` runs.
-    """
     streamed_, plain = (functools.partial(kernel, **options) for kernel in (streamed, plain))
     return on_gpu(streamed_, plain, *arrays) if streamed.pays(*arrays, **options) else plain(*arrays)
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return the default implementations. On a GPU that runs the kernels, this is "pallas" for rows that a kernel can
-    stream through shared memory, and "autodiff" for other rows.
-
-    For other rows, autodiff is faster than the kernels that do not stream.
-    """
+    """Return the default: on GPUs, "pallas" for rows that a kernel can stream, else "autodiff"."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -184,8 +154,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward that is called without its forward. The statistics are None, so the backward
-    computes them from x."""
+    """Return the residuals of a backward without its forward, which computes the statistics from x."""
     return x, scale, None, None
 
 
@@ -215,8 +184,7 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""The pairs of LayerNorm and RMSNorm, functions of `(x, scale, bias)`. The first has `center=True`. The second has
-`center=False`, and its bias is None."""
+"""Functions of `(x, scale, bias)`. RMSNorm's bias is None."""
 
 
 def layer_norm(
@@ -230,23 +198,20 @@ def layer_norm(
 ) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
-    The variance is the mean of the squared deviations. It is not computed as `mean(x²) - mean(x)²`, which would lose
-    the digits of a row far from zero. A row whose squares overflow becomes NaN.
+    A row whose squares overflow becomes NaN.
 
     Args:
-      x: rows, with any leading axes.
       scale, bias: one value per column; None for ones and zeros.
-      eps: a number that is added to the variance, so that y is `bias` for a constant row.
+      eps: a number of at least 0. With eps > 0, y is `bias` for a constant row.
       axis: the last axis, or several last axes, which are then a row. Scale and bias have the shape of a row.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest. On GPUs that run the kernels, None chooses
-        the kernels for rows whose length is a multiple of 128 up to 1024, or of 256 up to 8192; otherwise autodiff.
+      implementation: None for the fastest (docs/kernels/norm.md).
 
     Returns:
-      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
+      y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or eps is not a number of at least 0.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -263,7 +228,8 @@ def layer_norm_backward(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
-    """Gradients of `layer_norm`. With `t = dy * scale` and x̂ the normalized rows,
+    """Gradients of `layer_norm`. With `t = dy * scale`, `x̂ = (x - mean) * inv_std`, and
+    `inv_std = 1 / sqrt(var(x) + eps)`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
@@ -271,16 +237,12 @@ def layer_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      x, scale, eps, axis: as in the forward.
+      Other arguments and errors: as in `layer_norm`.
 
     Returns:
-      (dx, dscale, dbias), in the shapes and dtypes of x, scale, and bias, where bias has scale's dtype. Half precisions
-      are summed in float32.
+      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's. Half precisions are summed in float32.
 
-    Raises:
-      TypeError, ValueError: as in `layer_norm`.
-
-    Source: derived in docs/layer_norm.md, from the paper that `layer_norm` cites.
+    Source: docs/layer_norm.md.
     """
     shape, (*arrays, dy) = _check("layer_norm_backward", axis, eps, x, scale, dy=dy)
     dx, *parameters = _LAYER_NORM.vjp(dy, *arrays, eps=eps, center=True, implementation=implementation)
@@ -300,18 +262,7 @@ def rms_norm(
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
     becomes NaN.
 
-    Args:
-      x: rows, with any leading axes.
-      scale: one value per column; None for ones.
-      eps: a number that is added to the mean of the squares.
-      axis: the last axis, or several last axes, which are then a row. Scale has the shape of a row.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Returns:
-      y, in x's shape, and in the dtype to which `jax.numpy` promotes the arguments. It is computed in float32 or wider.
-
-    Raises:
-      TypeError, ValueError: as in `layer_norm`.
+    Arguments, dtypes, and errors are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
@@ -336,13 +287,10 @@ def rms_norm_backward(
 
     Args:
       dy: gradient with respect to y.
-      x, scale, eps, axis: as in the forward.
+      Other arguments and errors: as in `rms_norm`.
 
     Returns:
-      (dx, dscale), in the shapes and dtypes of x and scale. Half precisions are summed in float32.
-
-    Raises:
-      TypeError, ValueError: as in `layer_norm`.
+      (dx, dscale), in the dtypes of x and scale. Half precisions are summed in float32.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
@@ -351,7 +299,7 @@ def rms_norm_backward(
 
 
 def _check(op, axis, eps, x, scale, bias=None, **dy):
-    """Return x's shape, and x, scale, bias, and dy if it is given, with the axes of a row combined to one."""
+    """Return x's shape, and the checked arrays, with the axes of a row combined to one."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):
@@ -373,10 +321,6 @@ def _row_shape(axis, shape):
 
 
 def check(op, eps, **arrays):
-    """Check eps and the arrays, and return the arrays.
-
-    The rows of x must have at least one element, and scale and bias must have one value per column of x.
-    """
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     x = values["x"]
     if x.ndim == 0 or x.shape[-1] == 0:

@@ -1,17 +1,16 @@
 """LayerNorm and a dense layer in one op.
 
-The backward recomputes the normalized rows, so that the forward need not keep them. For many rows in bfloat16, however,
-the kernels keep x̂, the normalized rows before scale and bias, in place of x. Then
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. With
+inv_std as in `layer_norm_backward`,
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-with means over each row. With `s = Σ dyᵀ x̂`, the only sums over the rows that the gradients with respect to the
-parameters need are s and db:
+with means over each row. The parameters' gradients need only two sums over the rows, `s = Σ dyᵀ x̂` and `db = Σ dy`:
 
-    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,    db = Σ dy,
+    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,
 
-where all sums but the last are over the outputs. docs/layer_norm.md has the derivation.
+with sums over the outputs (derivation: docs/layer_norm.md).
 """
 
 import functools
@@ -38,9 +37,8 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""The least number of rows per output for which x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over
-the weights. With at least this many rows, the saved passes would take longer than the added ones
-(docs/lab/2026-11-25-norm.md)."""
+"""The least number of rows per output for which x̂ is kept. This saves passes over the rows, but adds passes over the
+weights (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -50,14 +48,12 @@ def _forward(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results(x, scale, bias, w, b, *, eps, precision):
-    """Return the result z of the op, and the statistics (offset, inv_std) of `layer_norm.row_statistics`."""
     y, offset, inv_std = layer_norm.normalise(x, scale, bias, eps=eps, center=True)
     return _dense(y, w, b, precision=precision), offset, inv_std
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute the same as `_results`, by one kernel if this is faster. Otherwise, one kernel normalizes the rows, and
-    then a kernel or cuBLAS computes the product."""
+    """Compute `_results` by one kernel if this is faster, else by separate kernels."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -87,10 +83,7 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the forward under "pallas" keeps x̂ instead of x for the backward.
-
-    In float16 it keeps x, because the products `w * scale` may be so small that they lose digits.
-    """
+    """Return whether the forward under "pallas" keeps x̂. In float16, products `w * scale` could lose digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -103,7 +96,7 @@ def _keeps_normalised(x, w):
 
 
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    """Return the result z of the op, computed from x̂ and the scaled weights, and (x̂, inv_std)."""
+    """Return (z, x̂, inv_std), with z computed from x̂ and the scaled weights."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
     offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
     offsets = offsets if b is None else offsets + upcast(b)
@@ -135,8 +128,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals for a backward that is called without its forward. The statistics are None, so the backward
-    computes them from x."""
+    """Return the residuals of a backward without its forward, which computes the statistics from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -144,11 +136,7 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """Compute the backward by two functions, which are formulas or kernels.
-
-    `gradients` computes the gradients of LayerNorm and recomputes its result y. `parameters` computes dw and db from dy
-    and y.
-    """
+    """Compute the backward by two functions: `gradients` of LayerNorm, and `parameters`, which returns (dw, db)."""
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)
@@ -159,8 +147,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # x̂ is given only if the forward ran under "pallas", because the forward by formulas keeps x. This branch then
-    # computes derivatives of the backward by kernels.
+    # The forward by formulas keeps x. x̂ is given only for derivatives of the backward by kernels.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -188,7 +175,7 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
 
 
 def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
-    """Compute the backward from x̂ (`normalised`). If x̂ is None, compute it from x."""
+    """Compute the backward from x̂, or from x if x̂ is None."""
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
         dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)
@@ -210,28 +197,22 @@ def _parameters_kernel(dy, y, *, precision):
 
 
 def _sums(dy, normalised):
-    """Return `s = Σ dyᵀ x̂` and `db = Σ dy`, both summed over the rows in float32."""
     return parameter_gradients_in_float32(dy, normalised, dtype=jnp.float32)
 
 
 def _sums_kernel(dy, normalised):
-    # On a mesh, each device has only a part of the rows. For this part, the kernel may be slower than the formula.
+    # For the rows of one device of a mesh, the kernel may be slower than the formula.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)
 
 
 def _of_sums(parameters, s, db, scale, bias, w, b):
-    """Return (dscale, dbias, dw, db), given `s = Σ dyᵀ x̂` and `db = Σ dy` in float32.
-
-    `parameters` is a formula or a kernel that computes (dw, dscale, dbias).
-    """
     dw, dscale, dbias = parameters(s, db, scale, bias, w)
     return dscale.astype(scale.dtype), dbias.astype(bias.dtype), dw, None if b is None else db.astype(b.dtype)
 
 
 def _parameters_of_sums(s, db, scale, bias, w):
-    """Return (dw, dscale, dbias), given `s = Σ dyᵀ x̂` and `db = Σ dy`."""
     wide = upcast(w)
     dw = s * upcast(scale) + db[:, None] * upcast(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
@@ -241,10 +222,7 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return the default implementations of `layer_norm`, but with the formula instead of autodiff in half precision.
-
-    In half precision, autodiff would also sum db in half precision.
-    """
+    """Return the default of `layer_norm`, but in half precision no autodiff, which would sum db in half precision."""
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -278,27 +256,21 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward keeps x and two numbers per row instead of the normalized rows. The backward recomputes these together
-    with dx. Under "pallas", on compute capability 9.0, if there are many rows in bfloat16, the forward keeps the
-    normalized rows in place of x. Then scale and bias become part of the weights and bias of the product, and
-    `w * scale` is rounded to bfloat16.
+    Residuals are x and two numbers per row. Under "pallas", for many rows in bfloat16 on compute capability 9.0, they
+    are the normalized rows instead, and `w * scale` is rounded to bfloat16.
 
     Args:
-      x: rows, with any leading axes.
-      scale, bias, eps: as in `layer_norm`.
-      w: weights, one row per output.
-      b: bias of the outputs, or None.
-      precision: the precision of the matrix products, as in `jax.lax.dot`. cuBLAS computes the products. Under
-        "pallas", in half precision on compute capability 9.0, kernels compute the product of the forward and, in the
-        backward, dw and `dy w`, if they are faster.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      x, scale, bias, eps: as in `layer_norm`.
+      w, b: weights, and bias of the outputs, or None.
+      precision: as in `jax.lax.dot`.
+      implementation: None for the fastest. "pallas" calls cuBLAS for products, except where kernels in half precision
+        are faster on compute capability 9.0.
 
     Returns:
       z, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes do not fit, or eps is not a number of at least 0.
+      TypeError, ValueError: as in `layer_norm`.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
@@ -326,7 +298,7 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ the normalized rows before scale and bias,
+    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ and inv_std as in `layer_norm_backward`,
     `dn = dy w`, and `t = dn * scale`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
@@ -336,16 +308,13 @@ def layer_norm_linear_backward(
 
     Args:
       dy: gradient with respect to z.
-      x, scale, bias, w, eps: as in the forward.
+      Other arguments and errors: as in `layer_norm_linear`.
 
     Returns:
-      (dx, dscale, dbias, dw, db), in the shapes and dtypes of x, scale, bias, w, and b, where b has w's dtype. Half
-      precisions are summed in float32, except for db with "autodiff", which JAX sums in the half precision.
+      (dx, dscale, dbias, dw, db) in the dtypes of x, scale, bias, and w; db has w's. Half precisions are summed in
+      float32, except for db with "autodiff", which JAX sums in the half precision.
 
-    Raises:
-      TypeError, ValueError: as in `layer_norm_linear`.
-
-    Source: docs/layer_norm.md; for the products, see `linear_backward`.
+    Source: docs/layer_norm.md; for the products, `linear_backward`.
     """
     op = "layer_norm_linear_backward"
     arguments = x, scale, bias, w, w  # b has the dtype of w

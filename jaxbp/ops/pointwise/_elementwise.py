@@ -1,6 +1,6 @@
-"""Pairs of element-wise ops. All of them share the same kernels.
+"""Pairs of element-wise ops, which share their kernels.
 
-Half precisions are computed in float32. Gradients are summed over the axes along which an argument was broadcast.
+Half precisions are computed in float32. Gradients are summed over broadcast axes.
 """
 
 import functools
@@ -27,11 +27,10 @@ class Elementwise(Pair):
     Args:
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: the same function as `gradient`, in operations that kernels support, if `gradient` uses others.
-      keeps_result: whether to keep y instead of x. This needs `gradient(dy, y)` to equal `gradient(dy, x)`. It saves
-        memory, because the next op often keeps y, too.
-      linear_in: as in `Pair`.
-      default, default_vjp: as in `Pair`; by default `XLA_ON_GPU`.
+      in_kernels: `gradient` in operations that kernels support, if they differ.
+      keeps_result: whether to keep y, which the next op often keeps, too, instead of x. `gradient(dy, y)` must equal
+        `gradient(dy, x)`.
+      linear_in, default, default_vjp: as in `Pair`.
     """
 
     def __init__(
@@ -76,13 +75,11 @@ class Elementwise(Pair):
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], **options: Any) -> Array:
-        """Check the arrays, given by their names for error messages, and call the op."""
         values = checks.floating(self.name, **arrays)
         checks.broadcast(self.name, **dict(zip(arrays, values, strict=True)))
         return self(*values, implementation=implementation, **options)
 
     def backward_of(self, implementation: Implementation, dy: Any, arrays: dict[str, Any], **options: Any) -> Any:
-        """Check dy and the arrays, given by their names for error messages, and call the backward."""
         op = self.vjp.name
         dy, *values = checks.floating(op, dy=dy, **arrays)
         checks.shape(op, "dy", dy, *checks.broadcast(op, **dict(zip(arrays, values, strict=True))))
@@ -90,13 +87,12 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """A pair of element-wise formulas with a number, such as a slope, which is static or an array of shape ().
+    """A pair of element-wise formulas with a number named `number`, which is static or an array of shape ().
 
     Args:
-      number: the name of the number.
       forward: `forward(*arrays, number)`, in jnp.
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: the same for the gradient with respect to the number, which is summed over all elements.
+      number_gradient: the gradient of the number, before it is summed.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -111,7 +107,6 @@ class WithNumber:
         )
 
     def of(self, implementation: Implementation, arrays: dict[str, Any], value: Any, low: float = -math.inf) -> Array:
-        """Check the arrays and the number, which is at least `low`, and call the op."""
         value = checks.number_or_array(self.static.name, self.number, value, low)
         if isinstance(value, float):
             return self.static.of(implementation, arrays, **{self.number: value})
@@ -120,7 +115,6 @@ class WithNumber:
     def backward_of(
         self, implementation: Implementation, dy: Any, arrays: dict[str, Any], value: Any, low: float = -math.inf
     ) -> Any:
-        """Check the arguments, and return the gradients with respect to the arrays."""
         op = self.static.vjp.name
         value = checks.number_or_array(op, self.number, value, low)
         if isinstance(value, float):
@@ -137,22 +131,18 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the batch axes. The leading axis of an array is a batch axis unless the array is broadcast along it."""
+    """Return the leading axis of each array as a batch axis, unless it is broadcast."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):
-    """Return the gradients in the shapes and dtypes of the arrays that they belong to.
-
-    The result is a tuple, or an array if there is only one gradient.
-    """
+    """Return the gradients in the shapes and dtypes of their arrays, as a tuple unless there is only one."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
 
 
 def _broadcast_axes(shape, a):
-    """Return the axes of `shape` along which `a` is broadcast."""
     missing = len(shape) - a.ndim
     aligned = (1,) * missing + a.shape
     return tuple(axis for axis, size in enumerate(shape) if aligned[axis] != size or axis < missing)
@@ -167,11 +157,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by kernels.
-
-    One kernel computes all gradients whose arrays were not broadcast. For each other array, a separate kernel computes
-    the gradient and sums it over the broadcast axes.
-    """
+    """Compute the gradients by one kernel for arrays that were not broadcast, and one per other array."""
 
     def select(wanted):
         def formula(*values):

@@ -1,7 +1,4 @@
-"""The formulas and kernels of reductions, and their pairs.
-
-The functions take checked arguments: `axis` is a tuple, and `shape` is the shape of the array that is reduced.
-"""
+"""Pairs of reductions. `axis` is a tuple, and `shape` is the shape of the reduced array."""
 
 import functools
 import math
@@ -21,14 +18,10 @@ def count_of(shape, axis):
 
 
 def _keep_axes(y, shape, axis):
-    """Reshape the result y of a reduction so that the reduced axes exist with size 1."""
     return y.reshape([1 if i in axis else size for i, size in enumerate(shape)])
 
 
 def _reduced(function):
-    """Return a forward that computes the reduction `function` in float32 or wider, and rounds the result to a's
-    dtype."""
-
     def forward(a, *, axis, keepdims, shape, **options):
         return function(upcast(a), axis=axis, keepdims=keepdims, **options).astype(a.dtype)
 
@@ -36,9 +29,6 @@ def _reduced(function):
 
 
 def _reduced_where(function, excluded):
-    """Return a forward `(a, where)` that replaces excluded elements by `excluded`, and then computes the reduction like
-    `_reduced`."""
-
     def forward(a, where, **options):
         return _reduced(function)(select(where, a, excluded), **options)
 
@@ -46,9 +36,6 @@ def _reduced_where(function, excluded):
 
 
 def _spread(scale):
-    """Return the backward of a sum of n elements that is multiplied by `scale(n)`: at every position, the gradient is
-    `dy * scale(n)`."""
-
     def formula(dy, *, axis, keepdims, shape):
         scaled = upcast(_keep_axes(dy, shape, axis)) * scale(count_of(shape, axis))
         return jnp.broadcast_to(scaled, shape).astype(dy.dtype)
@@ -61,12 +48,8 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, where `formula` is an element-wise
-    function. In `a`, excluded elements are replaced by `excluded`.
-
-    The backward recomputes the statistics, because the result of the forward is rounded to a's dtype. If the forward is
-    in the same program, XLA computes the statistics only once.
-    """
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, with an element-wise `formula`."""
+    # The result of the forward is rounded, so the statistics are recomputed. In one program, XLA computes them once.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
         wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
@@ -82,10 +65,7 @@ def _elementwise_gradient(formula, statistics, excluded):
 
 
 def _share(count):
-    """Return the weight of each element in a mean of `count` elements, which is NaN if there are no elements.
-
-    The mean of no elements is NaN, and so is its gradient.
-    """
+    """Return the weight of each element in a mean. The mean of no elements is NaN, and so is its gradient."""
     return 1.0 / count if count else math.inf
 
 
@@ -116,7 +96,6 @@ def _var_kernel(dy, a, where, *, axis, keepdims, shape, ddof):
 
 
 def _weight(count, ddof):
-    """Return `2 / (count - ddof)`, or NaN if there are too few elements. The count is an int or an array."""
     if isinstance(count, int):
         return 2.0 / (count - ddof) if count > ddof else math.nan
     return jnp.where(count > ddof, 2.0 / (count - ddof), math.nan)
@@ -133,23 +112,17 @@ def _unsupported_var(a, where, **options):
 
 
 def included_count(where, shape, axis, keepdims):
-    """Return the number of elements that `where` includes in each result, in float32 or wider."""
     included = jnp.broadcast_to(where, shape)
     return jnp.sum(included, axis=axis, keepdims=keepdims).astype(jnp.result_type(float))
 
 
 def _largest_and_positive_total(a, axis):
-    """Return the result of `largest_and_total`, but with a total of 1 where all elements are -inf.
-
-    The gradient there is 0 / total, which is then 0.
-    """
+    """Return `largest_and_total`, but a total of 1 where all elements are -inf, so that the gradient is 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
 
 def _logsumexp(a, axis, keepdims):
-    """Compute the log-sum-exp from the result of `largest_and_total`. The gradient needs it, too, and XLA computes it
-    only once."""
     largest, total = largest_and_total(a, axis)
     is_empty = total == 0
     y = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, total)) + largest)
@@ -173,21 +146,13 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return an integer array of the given shape. Each element has its index, in row-major order, among all elements
-    that are reduced to the same result."""
+    """Return the row-major index of each element among the elements that are reduced to one result."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
 
 def _extreme(reduction, neutral, exceeds):
-    """Return the forward of `max` or `min`.
-
-    Args:
-      reduction: `jnp.max` or `jnp.min`.
-      neutral: the result of a reduction of nothing.
-      exceeds: `jnp.greater` or `jnp.less`. `initial` is the result if it exceeds all elements. At equal numbers, the
-        gradient goes to the array.
-    """
+    """Return the forward of `max` or `min`. `neutral` is the result of a reduction of nothing."""
 
     def forward(a, where, *, initial, **options):
         y = _reduced_where(reduction, neutral)(a, where, **options)
@@ -197,23 +162,19 @@ def _extreme(reduction, neutral, exceeds):
 
 
 def _save_first(forward):
-    """Return a function `save` for `Pair` that keeps the index of the first maximum or minimum. The gradient needs only
-    dy and this index."""
-
     def save(a, where, *, axis, keepdims, shape, initial):
         @jax.custom_jvp
         def extreme(a, where):
             return forward(a, where, axis=axis, keepdims=True, shape=shape, initial=initial)
 
         def index_of(a, where, y):
-            # This reduction is faster than argmax. If y is NaN, it finds the index of the first NaN.
+            # This is faster than argmax. If y is NaN, it finds the first NaN.
             is_extreme = select(where, (a == y) | (jnp.isnan(a) & jnp.isnan(y)), False)
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), count_of(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
         def _(primals, tangents):
-            # This rule is for second derivatives. Without it, autodiff would split the tangent of y among all elements
-            # that equal y.
+            # For second derivatives. Autodiff would split the tangent of y among all elements that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)

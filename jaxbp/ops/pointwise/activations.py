@@ -1,4 +1,10 @@
-"""Activation functions."""
+"""Activation functions.
+
+Every function takes x of any shape and floating dtype (kernels: float32, bfloat16, float16), and returns an array of
+x's shape and dtype. Half precisions are computed in float32. With `implementation=None`, the fastest runs. In every
+backward, `dy` is the gradient with respect to y. A dtype that is not floating raises a TypeError, and shapes that do
+not fit a ValueError.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +28,7 @@ _RELU = Elementwise("relu", jax.nn.relu, lambda dy, x: jnp.where(x > 0, dy, 0.0)
 
 
 def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) -> Float[Array, "..."]:
-    """Rectified linear unit, `y = max(x, 0)`, element by element.
-
-    Args:
-      x: an array of any shape and floating dtype. The kernel supports float32, bfloat16, and float16.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Returns:
-      y, in x's shape and dtype. NaN stays NaN.
-
-    Raises:
-      TypeError: x is not floating.
+    """Rectified linear unit, `y = max(x, 0)`, element by element. NaN stays NaN.
 
     Source: V. Nair and G. Hinton, "Rectified linear units improve restricted Boltzmann machines", ICML 2010.
     """
@@ -42,25 +38,9 @@ def relu(x: Float[AnyArray, "..."], *, implementation: Implementation = None) ->
 def relu_backward(
     dy: Float[AnyArray, "..."], x: Float[AnyArray, "..."], *, implementation: Implementation = None
 ) -> Float[Array, "..."]:
-    """Gradient of `relu`: `dx = dy where x > 0, else 0`. At x = 0 it is 0.
-
-    Args:
-      dy: gradient with respect to y.
-      x: the input of the forward, in dy's shape.
-
-    Returns:
-      dx, in x's shape and dtype.
-
-    Raises:
-      TypeError: an argument is not floating.
-      ValueError: the shapes differ.
-    """
+    """Gradient of `relu`: `dx = dy where x > 0, else 0`."""
     return _RELU.backward_of(implementation, dy, {"x": x})
 
-
-# All other functions accept any shape and floating dtype (kernels: float32, bfloat16, float16), compute half precisions
-# in float32, and promote the dtypes of several arguments as `jax.numpy` does. Other dtypes raise a TypeError, and
-# shapes that do not fit a ValueError.
 
 _SIGMOID = Elementwise("sigmoid", jax.nn.sigmoid, lambda dy, x: dy * jax.nn.sigmoid(x) * jax.nn.sigmoid(-x))
 _TANH = Elementwise("tanh", jnp.tanh, lambda dy, x: dy * (1 - jnp.tanh(x) ** 2))
@@ -102,15 +82,11 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Below -1000, `gelu`, `silu`, and `mish` are 0 with slope 0. Above 1000, they are x with slope 1. Both hold to the
-last digit of float64."""
+"""Below -1000, `gelu`, `silu`, and `mish` are 0, and above 1000, they are x, to the last digit of float64."""
 
 
 def _saturating(function):
-    """Return `function(x)`, but 0 below -`_SATURATION` and x above `_SATURATION`.
-
-    For such large x, the function may multiply 0 by infinity, which is NaN.
-    """
+    """Return `function(x)`, but 0 or x beyond ±`_SATURATION`, where it may multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -121,7 +97,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`. Beyond these bounds, the slope of an activation function is constant. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`, beyond which slopes are constant. NaN stays NaN."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -159,8 +135,7 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
     """Return a pair for `softmax` or `log_softmax` over axes. `excluded` is the result for excluded elements.
 
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward saves x for the
-    backward, not its result, because the result is rounded.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. It uses x, because y is rounded.
     """
 
     def forward(x, where, *, axis):
@@ -202,7 +177,7 @@ def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
 
 
 def sigmoid_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`. The factor is computed as `σ(x) σ(-x)`."""
+    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `dy σ(x) σ(-x)`."""
     return _SIGMOID.backward_of(implementation, dy, {"x": x})
 
 
@@ -217,8 +192,9 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
-    """Leaky ReLU, `y = x where x > 0, else negative_slope x`. The slope is a number, or an array of shape (), which has
-    a gradient.
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
+
+    The slope is a number, or a differentiable array of shape ().
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
@@ -228,18 +204,14 @@ def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: I
 def leaky_relu_backward(
     dy: AnyFloats, x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`. At 0 it is negative_slope dy."""
+    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`."""
     return _LEAKY_RELU.backward_of(implementation, dy, {"x": x}, negative_slope)
 
 
 def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU with learned slopes, `y = x where x > 0, else alpha x`.
 
-    Args:
-      x: any shape.
-      alpha: slopes, in a shape that broadcasts to x's, such as `()` for one slope, or `(channels, 1, 1)` for one slope
-        per channel of images.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+    alpha has a shape that broadcasts to x's, such as `()`, or `(channels, 1, 1)` for one slope per channel of images.
 
     Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
     """
@@ -265,8 +237,9 @@ def _check_alpha(op, x, alpha):
 
 
 def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
-    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`. alpha is a number, or an array of shape (),
-    which has a gradient.
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
+
+    alpha is a number, or a differentiable array of shape ().
 
     Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
     units", ICLR 2016.
@@ -282,14 +255,8 @@ def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: Number = 1.0, *, implementa
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
     """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the normal distribution function.
 
-    Args:
-      x: any shape. At -inf y is 0.
-      approximate: if True, compute `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. In PyTorch, True is
-        `approximate="tanh"`, and False is `approximate="none"`.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Raises:
-      ValueError: approximate is not a boolean.
+    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, which is PyTorch's `approximate="tanh"`. At -inf
+    y is 0.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
@@ -301,8 +268,7 @@ def gelu_backward(
 ) -> Floats:
     """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density.
 
-    With `approximate`, it is `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh in the
-    forward.
+    With `approximate`, it is `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the forward's tanh.
     """
     approximate = checks.boolean("gelu_backward", "approximate", approximate)
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
@@ -353,8 +319,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is subtracted first.
 
-    The sum is over the elements that `where` includes, a boolean array that broadcasts to x. For the others, y is 0.
-    Excluded elements have a gradient of 0, even if they are NaN.
+    The boolean array `where` broadcasts to x. Elements that it excludes are not summed. They have y = 0 and a gradient
+    of 0, even if they are NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -368,7 +334,7 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`. It computes y from x, without rounding to x's dtype."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y computed from x, without rounding."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
@@ -380,11 +346,9 @@ def log_softmax(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is
-    subtracted first.
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, with `axis` and `where` as in `softmax`.
 
-    The sum is over the elements that `where` includes, a boolean array that broadcasts to x. For the others, y is -inf.
-    Excluded elements have a gradient of 0, even if they are NaN.
+    Excluded elements have y = -inf and a gradient of 0.
     """
     x, where, axis = _check("log_softmax", axis, where, x=x)
     return _LOG_SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -398,14 +362,13 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, where both dy of an excluded element and its dx are 0.
-    It computes y from x, without rounding to x's dtype."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, without excluded elements, and with y computed from x,
+    without rounding."""
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
 
 def _check(op, axis, where, **arrays):
-    """Return the arrays, `where`, and the axes, after checking them."""
     *dy, x = checks.floating(op, **arrays)
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)

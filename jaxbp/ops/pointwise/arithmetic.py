@@ -1,11 +1,9 @@
 """Arithmetic, with NumPy's broadcasting.
 
 Every function takes floating `x1` and `x2` in shapes that broadcast (aligned from the right). One of them may be a
-number. The result has the dtype to which `jax.numpy` promotes both, so a Python number gets the dtype of the other
-argument. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward
-is `dy`, the gradient with respect to the result. A backward returns `(dx1, dx2)`. Each has the shape and dtype of its
-argument, and is summed over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a
-ValueError.
+number. The result has the dtype to which `jax.numpy` promotes both. With `implementation=None`, the fastest runs. In
+every backward, `dy` is the gradient with respect to the result. A backward returns `(dx1, dx2)` in the shapes and
+dtypes of x1 and x2, summed over broadcast axes. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -29,22 +27,20 @@ Gradients = tuple[Float[Array, "*shape1"], Float[Array, "*shape2"]]
 
 
 def _power(x1, x2):
-    """Return `x1 ** x2`, in a form whose autodiff derivatives are correct at zero."""
+    """Return `x1 ** x2`, with correct autodiff derivatives at zero."""
     at_zero = x1 == 0
     steep = at_zero & (x2 <= 0)
-    # 0 ** 0 does not depend on the base, so its derivative with respect to the base is 0.
+    # 0 ** 0 has the derivative 0 with respect to the base.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # The value of the subtracted term is 0, and its derivative with respect to x2 is infinite. It gives the power the
-    # derivative -inf with respect to x2.
+    # The subtracted term is 0. It gives the power the derivative -inf with respect to x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 
 
 def _power_in_kernels(base, exponent):
-    """Return `base ** exponent`, by operations that kernels support, in float32."""
-    # The power is exp(exponent * log(base)). The exponent multiplies the rounding error of the logarithm, so the
-    # logarithm is a sum of two float32 numbers.
+    # In exp(exponent * log(base)), the exponent multiplies the rounding error of the logarithm, so the logarithm is a
+    # sum of two float32 numbers.
     log, rest = _log_in_two(jnp.abs(base))
     product, rest_of_product = _product_in_two(exponent, log)
     in_range = jnp.abs(product) < 128
@@ -59,10 +55,7 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """Return `ln x` as a sum of two float32 numbers, which have nearly twice as many digits as one.
-
-    For `x = m 2ⁿ`, the logarithm is `n ln 2 + 2 atanh(s)` with `s = (m - 1) / (m + 1)`.
-    """
+    """Return `ln x` as a sum of two float32 numbers: for `x = m 2ⁿ`, `n ln 2 + 2 atanh((m - 1) / (m + 1))`."""
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)
@@ -83,18 +76,13 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return the product of a and b as a sum of two numbers.
-
-    The first is the product of the upper halves of their digits, which is exact. The second is the rest. A compiler may
-    fuse these operations. The sum of the two numbers is then at least as accurate.
-    """
+    """Return the product as a sum of two numbers: the exact product of the upper halves of the digits, and the rest."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
 
 
 def _with_bits(x, mask):
-    """Return x, in which all bits that are 0 in the mask are set to 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -105,9 +93,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # The derivative is replaced only at the points `constant`. At other points with x2 = 0, the factor x2 makes the
-        # derivative 0, and second derivatives need the slope of this factor. At replaced points, powers and logarithms
-        # are computed with the base 1. With the true base, their slopes would be infinite, and 0 times infinity is NaN.
+        # The derivative is replaced only at the points `constant`, because elsewhere, second derivatives need the slope
+        # of the factor x2. At replaced points, the base is 1, because 0 times the slope of the true base would be NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -118,7 +105,6 @@ def _power_gradient(power):
 
 
 def _gradient_of_larger(dy, x1, x2):
-    """Return dy where x1 is larger than x2, half of dy where both are equal, and 0 elsewhere."""
     return jnp.where(x1 > x2, dy, jnp.where(x1 == x2, 0.5 * dy, 0.0))
 
 
@@ -152,8 +138,7 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names. A number gets the dtype to which `jax.numpy` promotes both arguments. So does an
-    array that a transformation made from a Python number."""
+    """Return x1 and x2 by their names. Python numbers, also those that JAX made arrays, are promoted."""
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
     if arrays and any(map(_is_number, (x1, x2))):
         is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
@@ -202,27 +187,21 @@ def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`.
-
-    Where x2 is 0, they are infinite, or NaN as in IEEE arithmetic (0 / 0). No denominator is clamped.
-    """
+    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`. Where x2 is 0, they are infinite or NaN."""
     return _DIVIDE.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Power, `y = x1 ** x2`.
-
-    `0 ** 0` is 1. 0 to a negative power is infinite. A negative number to a non-integer power is NaN.
-    """
+    """Power, `y = x1 ** x2`. `0 ** 0` is 1. A negative number to a non-integer power is NaN."""
     return _POWER.of(implementation, _operands(x1, x2))
 
 
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    Where x1 is 0, dx1 is dy times 0 for x2 > 1 and for x2 = 0 (`x1 ** 0` is constant), dy times 1 for x2 = 1, dy times
-    inf for x2 between 0 and 1, and infinite for x2 < 0. Where x1 is 0, dx2 is dy times 0 for x2 > 0, and otherwise dy
-    times -inf, which is the limit for x1 from the right. Where x1 is negative, dx2 is NaN.
+    Where x1 is 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1,
+    and infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, otherwise dy times -inf, the limit for x1 from the
+    right. Where x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 
@@ -233,10 +212,8 @@ def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0.
-
-    Two equal elements get half of `dy` each.
-    """
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0. Equal elements
+    get half of dy each."""
     return _MAXIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
@@ -246,15 +223,13 @@ def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0.
-
-    Two equal elements get half of `dy` each.
-    """
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0. Equal elements
+    get half of dy each."""
     return _MINIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def negative(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Negative of one array, `y = -x`."""
+    """Negative, `y = -x`."""
     (x,) = checks.floating("negative", x=x)
     return _NEGATIVE(x, implementation=implementation, shape=x.shape)
 

@@ -1,4 +1,4 @@
-"""Dropout. Only the key is saved, because the backward draws the same mask from the same key."""
+"""Dropout: only the key is saved, because the backward draws the mask again."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _keep(key, shape, rate, broadcast_dims):
-    # The probability is a float32, so that the mask is the same whether or not JAX's 64-bit mode is on.
+    # With a float32 probability, the mask does not depend on JAX's 64-bit mode.
     sizes = [1 if axis in broadcast_dims else size for axis, size in enumerate(shape)]
     return jax.random.bernoulli(key, jnp.asarray(1 - rate, jnp.float32), sizes)
 
 
 def _scale(rate):
-    # A rate of 1 drops every element. The condition then avoids a division by 0.
+    # A rate of 1 drops every element, and would divide by 0.
     if isinstance(rate, float):
         return 1 / (1 - rate) if rate < 1 else 0.0
     kept = 1 - lax.stop_gradient(rate)
@@ -71,15 +71,14 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      x: any shape and floating dtype.
       key: a key of `jax.random`. The same key drops the same elements, also in the backward.
       rate: the probability of a 0, a number in [0, 1], or an array of shape (), which has a gradient of 0.
       broadcast_dims: axes along which all elements are dropped or kept together.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      implementation: None for the fastest.
 
     Raises:
-      TypeError: x is not floating, or key is not a key.
-      ValueError: rate is a number that is not in [0, 1], or broadcast_dims are not different axes of x.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """
@@ -98,13 +97,12 @@ def dropout_backward(
     """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is
     `dropout(dy, key, rate, broadcast_dims)`."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
-    # The forward is linear in x, so the gradient does not depend on x. `vjp` therefore gets dy in place of x.
+    # The forward is linear in x, so `vjp` gets dy in place of x.
     gradients = _DROPOUT.vjp(arrays[0], *arrays, **options, implementation=implementation)
     return gradients[0] if isinstance(gradients, tuple) else gradients
 
 
 def _check(op, name, x, key, rate, broadcast_dims):
-    """Return the arrays (x, key, rate) and the options of the pair. A rate that is a number is an option."""
     (x,) = checks.floating(op, **{name: x})
     key = checks.array(op, "key", key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

@@ -1,9 +1,8 @@
 """Element-wise functions of one array.
 
-Every function takes `x` of any shape and floating dtype and returns an array of the same shape and dtype.
-`implementation` is "pallas", "xla", "autodiff", or None for the fastest. The first argument of every backward is `dy`,
-the gradient with respect to the result, in the same shape. A backward returns dx, in x's dtype. Invalid arguments raise
-a TypeError or a ValueError.
+Every function takes `x` of any shape and floating dtype and returns an array of this shape and dtype. With
+`implementation=None`, the fastest runs. In every backward, `dy` is the gradient with respect to the result. Invalid
+arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -21,16 +20,15 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # The formula divides by a root, because the derivative of `rsqrt` overflows for small x. The product of an infinite
-    # derivative and a dy of 0 would be NaN.
+    # The derivative of `rsqrt` overflows for small x, and infinity times a dy of 0 would be NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
-# `jnp.abs` is not used, because it has the slope 1 at 0 in newer versions of JAX.
+# `jnp.abs` has the slope 1 at 0 in newer versions of JAX.
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# The forward selects one of three numbers. If it were a minimum of a maximum, the gradient at a bound would be dy / 2.
+# With a minimum of a maximum, the gradient at a bound would be dy / 2.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
@@ -74,7 +72,7 @@ def abs(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
 
 
 def abs_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `abs`: `dx = dy sign(x)`. At 0 it is 0, the mean of the two slopes."""
+    """Gradient of `abs`: `dx = dy sign(x)`, with sign(0) = 0."""
     return _ABS.backward_of(implementation, dy, {"x": x})
 
 
@@ -101,16 +99,9 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`.
+    """Clip to bounds, `y = min(max(arr, lower), upper)`. `min` and `max` are the numbers lower and upper, or None.
 
-    Args:
-      arr: any shape and floating dtype. NaN stays NaN.
-      min, max: the numbers lower and upper, or None for no bound.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Raises:
-      TypeError: arr is not floating.
-      ValueError: the bounds are not numbers, or are in the wrong order.
+    NaN stays NaN. Bounds in the wrong order raise a ValueError.
     """
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
@@ -123,7 +114,7 @@ def clip_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `clip` with respect to arr: `dy` where arr is within the bounds or on a bound, else 0."""
+    """Gradient of `clip`: `dy` where arr is within the bounds or on a bound, else 0."""
     return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
 
 

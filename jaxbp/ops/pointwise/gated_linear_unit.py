@@ -1,6 +1,6 @@
 """Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and GEGLU.
 
-The backward keeps the two inputs and computes the activation again, so that no result of the activation is saved.
+The backward recomputes the activation.
 """
 
 import functools
@@ -76,19 +76,17 @@ def gated_linear_unit(
     """Gated linear unit, `y = activation(gate) up`, element by element.
 
     Args:
-      gate: the input of the activation, in any shape.
-      up: the other factor, in the same shape.
-      activation: "silu" for SwiGLU, "gelu" or "gelu_exact" for GEGLU, "relu" for ReGLU, or "sigmoid" for GLU. "gelu" is
-        `gelu` with its tanh approximation, and "gelu_exact" is `gelu` without it.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      gate, up: two arrays of one shape.
+      activation: "silu" for SwiGLU, "gelu" (the tanh approximation) or "gelu_exact" for GEGLU, "relu" for ReGLU, or
+        "sigmoid" for GLU.
+      implementation: None for the fastest.
 
     Returns:
-      y, in the same shape, and in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed
-      in float32 and rounded once.
+      y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
 
     Raises:
-      TypeError: an argument is not floating.
-      ValueError: the shapes differ, or the activation is unknown.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """
@@ -107,11 +105,7 @@ def gated_linear_unit_backward(
     """Gradients of `gated_linear_unit`: `dgate = dy up s`, `dup = dy activation(gate)`, where s is the slope of the
     activation at gate.
 
-    Returns:
-      (dgate, dup), in the shapes and dtypes of gate and up.
-
-    Raises:
-      TypeError, ValueError: as in `gated_linear_unit`, or dy has another shape.
+    The errors are as in `gated_linear_unit`.
     """
     activation = _check("gated_linear_unit_backward", gate, up, activation)
     return _GATED_LINEAR_UNIT.backward_of(implementation, dy, {"gate": gate, "up": up}, activation=activation)

@@ -1,4 +1,8 @@
-"""Losses that compare predictions with targets of the same shape."""
+"""Losses that compare predictions with targets of the same shape.
+
+All arguments are floating and have the same shape, without broadcasting; others raise a TypeError or a ValueError. With
+`implementation=None`, the fastest runs. In every backward, `dy` is the gradient with respect to the loss.
+"""
 
 import functools
 import math
@@ -19,13 +23,10 @@ from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
-"""The gradients with respect to predictions and targets."""
+"""With respect to predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
-    """Return the `Pair` of the mean of `loss(error)` over all n elements. The gradient with respect to an element's
-    error is `slope(error) / n`."""
-
     def forward(predictions, targets):
         error = upcast(predictions) - upcast(targets)
         return jnp.mean(loss(error)).astype(predictions.dtype)
@@ -46,19 +47,13 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, or 0 where x and y are 0.
-
-    Where x and y are 0, autodiff of this function gives the derivative -inf with respect to x, and 0 with respect to y.
-    """
+    """Return `x ln y`, or 0 where x and y are 0, with the derivatives -inf and 0."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x * log`, but 0 at the points `at_zero`, where x is 0 and log is -inf.
-
-    At these points, the derivative with respect to x is -inf.
-    """
+    """Return `x * log`, but 0 where `at_zero` (x is 0 and log is -inf), with the derivative -inf with respect to x."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -69,8 +64,7 @@ def _huber(predictions, targets, delta):
 
 
 def _huber_gradients(dy, predictions, targets, delta):
-    # The error is clipped by selecting one of three numbers. If it were a minimum of a maximum, the slope at a bound
-    # would be a half instead of 1.
+    # With a minimum of a maximum, the slope at a bound would be a half instead of 1.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -83,7 +77,7 @@ def _delta_gradient(dy, predictions, targets, delta):
 
 def _binary_cross_entropy_gradients(dy, probabilities, labels):
     p, y = probabilities, labels
-    # If label and probability are both 0 or both 1, the quotient and its derivatives would be 0 / 0.
+    # If label and probability are both 0 or both 1, (p - y) / (p (1 - p)) would be 0 / 0.
     both_0, both_1 = (y == 0) & (p == 0), (y == 1) & (p == 1)
     dividend = jnp.where(both_0, 1 - y, jnp.where(both_1, -y, p - y))
     divisor = jnp.where(both_0, 1 - p, jnp.where(both_1, p, p * (1 - p)))
@@ -91,10 +85,7 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """Return `ln x`, but with the derivative 0 at x = 0.
-
-    The derivative of the logarithm is infinite there, and its product with a cotangent of 0 would be NaN.
-    """
+    """Return `ln x`, with the derivative 0 at 0: infinity times a cotangent of 0 would be NaN."""
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -118,7 +109,6 @@ def _weighted_gradients(log_sigmoid):
 
 
 def _log_sigmoid_in_kernels(x):
-    """Return `ln σ(x)`, by operations that kernels support."""
     return jnp.minimum(x, 0.0) - jnp.log(1 + jnp.exp(-jnp.abs(x)))
 
 
@@ -129,8 +119,7 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the logarithms of the forward, so it computes half as many logarithms as the formula. If
-    # the program contains only the backward, both are equally fast.
+    # On a GPU, autodiff reuses the logarithms of the forward. For only the backward, both are equally fast.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -175,21 +164,16 @@ _KL_DIVERGENCE = fused_pair(
 
 
 def _loss(op, implementation, **arrays):
-    """Check the arrays, given by their names for error messages, and call the loss `op`."""
     return op(*_checked(op.name, **arrays).values(), implementation=implementation)
 
 
 def _loss_backward(op, implementation, dy, **arrays):
-    """Check the arrays, given by their names for error messages, and call `op`, the backward of a loss."""
     gradients = op(*_checked(op.name, dy=dy, **arrays).values(), implementation=implementation)
     return in_dtypes_of(tuple(arrays.values()), gradients)
 
 
 def _checked(op, **arrays):
-    """Return the arrays by their names, promoted to one dtype, after checking them.
-
-    All arrays must have one shape, except `dy`, which has the shape of the loss.
-    """
+    """Return the checked arrays by their names, promoted to one dtype. dy has the shape of the loss."""
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
@@ -208,12 +192,7 @@ def _checked(op, **arrays):
 def mean_squared_error(
     predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
-    """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements.
-
-    Raises:
-      TypeError: an argument is not floating.
-      ValueError: shapes differ. Nothing is broadcast.
-    """
+    """Mean squared error, `loss = 1/n Σᵢ (predictionsᵢ - targetsᵢ)²`, over all n elements."""
     return _loss(_MEAN_SQUARED_ERROR, implementation, predictions=predictions, targets=targets)
 
 
@@ -228,19 +207,15 @@ def mean_squared_error_backward(
 def mean_absolute_error(
     predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Float[Array, ""]:
-    """Mean absolute error, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements.
-
-    Raises:
-      TypeError, ValueError: as in `mean_squared_error`.
-    """
+    """Mean absolute error, `loss = 1/n Σᵢ |predictionsᵢ - targetsᵢ|`, over all n elements."""
     return _loss(_MEAN_ABSOLUTE_ERROR, implementation, predictions=predictions, targets=targets)
 
 
 def mean_absolute_error_backward(
     dy: Float[AnyArray, ""], predictions: AnyFloats, targets: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, and
-    `dtargets = -dpredictions`. Both are 0 where prediction and target are equal."""
+    """Gradients of `mean_absolute_error`: `dpredictionsᵢ = dy/n sign(predictionsᵢ - targetsᵢ)`, with sign(0) = 0, and
+    `dtargets = -dpredictions`."""
     return _loss_backward(_MEAN_ABSOLUTE_ERROR.vjp, implementation, dy, predictions=predictions, targets=targets)
 
 
@@ -248,10 +223,7 @@ def huber(
     predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
     """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
-    `e = predictions - targets` is the error. delta is a number, or an array of shape (), which has a gradient.
-
-    Raises:
-      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if delta is not a number of at least 0.
+    `e = predictions - targets`. delta is at least 0: a number, or a differentiable array of shape ().
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
@@ -277,16 +249,8 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    For logits, `sigmoid_binary_cross_entropy` is more accurate. p is not clamped, so a loss may be infinite. A correct
-    probability of 0 or 1 has the loss 0.
-
-    Args:
-      probabilities: p, in [0, 1].
-      labels: y, in [0, 1].
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Raises:
-      TypeError, ValueError: as in `mean_squared_error`.
+    p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. A correct probability of 0 or 1 has
+    the loss 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
     """
     return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
 
@@ -294,11 +258,9 @@ def binary_cross_entropy(
 def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `binary_cross_entropy`.
+    """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` for the labels.
 
-    With respect to p, the gradient is `dy (p - y) / (p (1 - p))`. At any p, this is dy times `1 / (1 - p)` for y = 0,
-    and dy times `-1 / p` for y = 1. With respect to y, the gradient is `dy (ln(1 - p) - ln p)`, which is infinite at
-    p = 0 and p = 1.
+    For y = 0, dp is dy times `1 / (1 - p)`, and for y = 1, dy times `-1 / p`, at any p.
     """
     return _loss_backward(_BINARY_CROSS_ENTROPY.vjp, implementation, dy, probabilities=probabilities, labels=labels)
 
@@ -312,18 +274,11 @@ def sigmoid_binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
 
-    A correct infinite logit has a loss of 0.
+    A correct infinite logit has the loss 0.
 
     Args:
-      logits: x.
-      labels: y, in [0, 1], converted to the dtype of the logits. They may be integers or booleans.
-      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits, such as one
-        weight per class. None is 1.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Raises:
-      TypeError, ValueError: as in `mean_squared_error`; also a ValueError if pos_weight does not broadcast to the
-        logits.
+      logits, labels: x and y. The labels are in [0, 1], and may be integers or booleans.
+      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits. None is 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
     op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY
@@ -347,7 +302,6 @@ def sigmoid_binary_cross_entropy_backward(
 
 
 def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
-    """Return the checked arrays. The last one is pos_weight, unless it is None."""
     (logits,), labels = checks.floating(op, logits=logits), checks.array(op, "labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype != bool:
         (labels,) = checks.floating(op, labels=labels)
@@ -369,18 +323,8 @@ def kl_divergence(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, where q is the logarithm of the
-    predictions.
-
-    A term with p_k = 0 is 0.
-
-    Args:
-      log_predictions: q, with any leading axes, and the classes last.
-      targets: p, probabilities.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
-
-    Raises:
-      TypeError, ValueError: as in `mean_squared_error`.
+    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, of the targets p and the
+    logarithms q of the predictions. A term with p_k = 0 is 0.
 
     Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
     """
@@ -394,6 +338,5 @@ def kl_divergence_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`. dp_k is infinite where p_k is
-    0."""
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, infinite where p_k is 0."""
     return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

@@ -1,11 +1,10 @@
 """Reductions over any axes.
 
 Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy`, `axis` (one int, several, or None for
-all) and `keepdims` (whether the reduced axes stay, with size 1). `where` is a boolean array that broadcasts to a, or
-None. Excluded elements have a gradient of 0, even if they are NaN. The functions return an array in a's dtype. Half
-precisions are summed in float32. `implementation` is "pallas", "xla", "autodiff", or None for the fastest. Every
-backward takes `dy`, the gradient with respect to the result, and returns `da`, in a's dtype. Invalid arguments raise a
-TypeError or a ValueError.
+all) and `keepdims`. `where` is a boolean array that broadcasts to a, or None. Excluded elements have a gradient of 0,
+even if they are NaN. Results have a's dtype. Half precisions are summed in float32. With `implementation=None`, the
+fastest runs. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or
+a ValueError.
 """
 
 from collections.abc import Sequence
@@ -81,7 +80,7 @@ def sum_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `sum`: `daᵢ = dy`. Only the shape of a is used."""
+    """Gradient of `sum`: `daᵢ = dy`."""
     return _backward(SUM.vjp, implementation, dy, a, axis, keepdims, where)
 
 
@@ -106,7 +105,7 @@ def mean_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `mean`: `daᵢ = dy / n`. Only the shape of a is used."""
+    """Gradient of `mean`: `daᵢ = dy / n`."""
     return _backward(MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
@@ -121,7 +120,7 @@ def var(
 ) -> Reduced:
     """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`, where n counts included elements.
 
-    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not take `where`.
+    If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not support `where`.
     """
     return _reduce(VAR, implementation, a, axis, keepdims, where, ddof=_ddof("var", ddof))
 
@@ -151,7 +150,7 @@ def max(
 ) -> Reduced:
     """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN.
 
-    If `initial` is a number, y is at least this number. If `where` excludes all elements, y is `initial`, or -inf.
+    y is at least `initial`. If `where` excludes all elements, y is `initial`, or -inf.
     """
     return _reduce(MAX, implementation, a, axis, keepdims, where, initial=_initial("max", initial))
 
@@ -185,7 +184,7 @@ def min(
 ) -> Reduced:
     """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN.
 
-    If `initial` is a number, y is at most this number. If `where` excludes all elements, y is `initial`, or inf.
+    y is at most `initial`. If `where` excludes all elements, y is `initial`, or inf.
     """
     return _reduce(MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
 
@@ -202,7 +201,7 @@ def min_backward(
 ) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
 
-    If `initial` is smaller than all elements, da is 0. JAX's autodiff splits dy among equal minima.
+    If `initial` is smaller than all elements, da is 0.
     """
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -232,10 +231,7 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, which is dy times the softmax.
-
-    The softmax is computed from a, without y, because y is rounded.
-    """
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, computed without y, because y is rounded."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 

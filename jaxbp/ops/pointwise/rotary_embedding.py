@@ -1,7 +1,6 @@
 """Rotary embedding: pairs of features are rotated by angles that grow with the position of a token.
 
-A rotation is linear, and its transpose is the rotation by the opposite angle. The backward therefore needs only the
-positions, and x is not saved.
+A rotation is linear, and its transpose is the rotation by the opposite angle. The backward needs only the positions.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ def _angles(positions, dtype, frequencies):
 
 
 def _apply_to_pairs(function, x, interleaved):
-    """Return `function(x1, x2)` as an array like x, where x1 and x2 are the features of each pair."""
     half = x.shape[-1] // 2
     axis, sizes = (-1, (half, 2)) if interleaved else (-2, (2, half))
     x1, x2 = jnp.moveaxis(x.reshape(*x.shape[:-1], *sizes), axis, 0)
@@ -70,7 +68,7 @@ def _residuals(x, positions, **options):
 
 
 def _batch_axes(dy, positions):
-    """Return the batch axes. The leading axis of the positions is a batch axis unless it is broadcast."""
+    """Return the leading axis of each array as a batch axis, unless it is broadcast."""
     if dy.ndim == 1:
         return Axes({})
     return Axes({0: 0, 1: 0} if len(positions) == len(dy) else {0: 0})
@@ -105,24 +103,21 @@ def rotary_embedding(
     default.
 
     Args:
-      x: queries or keys, with any leading axes, and an even number of features per head in the last axis.
-      positions: the position of each token, integers. They have one axis per leading axis of x. An axis has the size of
-        x's axis, or size 1, which broadcasts. For example, x of shape `(batch, length, heads, head_dim)` takes
-        positions of shape `(batch, length, 1)` or `(1, length, 1)`.
-      base: the base of the default frequencies, a number of at least 1.
-      frequencies: one number per pair, in radians per position, or None. It replaces `base`, for example for
-        frequencies that are scaled to a longer context. A pair with frequency 0 is not rotated.
+      x: queries or keys, with an even number of features per head.
+      positions: integers, with one axis per leading axis of x, of its size or of size 1. For x of shape
+        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      base: a number of at least 1.
+      frequencies: one number per pair, in radians per position, which replaces `base`, or None.
       interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, it
         consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
-      implementation: "pallas", "xla", "autodiff", or None for the fastest.
+      implementation: None for the fastest.
 
     Returns:
-      y, in x's shape and dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded. The
-      positions have no gradient.
+      y, in x's dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded.
 
     Raises:
-      TypeError: x is not floating, or the positions are not integers.
-      ValueError: shapes do not fit, or an option is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
     """
@@ -142,12 +137,11 @@ def rotary_embedding_backward(
     """Gradient of `rotary_embedding`: the rotation of dy by the opposite angles,
     `dx1 = dy1 cos θ + dy2 sin θ, dx2 = dy2 cos θ - dy1 sin θ`.
 
-    Raises:
-      TypeError, ValueError: as in `rotary_embedding`.
+    Arguments and errors are as in `rotary_embedding`.
     """
     op = "rotary_embedding_backward"
     dy, positions, options = _check(op, "dy", dy, positions, base, frequencies, interleaved)
-    # The forward is linear in x, so the gradient does not depend on x. `vjp` therefore gets dy in place of x.
+    # The forward is linear in x, so `vjp` gets dy in place of x.
     return _ROTARY_EMBEDDING.vjp(dy, dy, positions, **options, implementation=implementation)
 
 
@@ -174,7 +168,6 @@ def _check(op, name, x, positions, base, frequencies, interleaved):
 
 
 def _frequencies(op, head_dim, base, frequencies):
-    """Return one frequency per pair, as Python numbers, so that they are static and exact in float64."""
     if frequencies is None:
         base = checks.number(op, "base", base, low=1.0)
         return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))

@@ -10,13 +10,7 @@ from jaxbp.common.checks import AnyArray
 
 
 def flatten(x: Shaped[AnyArray, "batch ..."]) -> Shaped[Array, "batch features"]:
-    """Reshape `(batch, ...) -> (batch, features)`. The backward is a reshape, too, so JAX's autodiff computes it.
-
-    Args:
-      x: an array of any dtype with at least one axis.
-
-    Returns:
-      The same elements in row-major order, one row per example.
+    """Reshape `(batch, ...) -> (batch, features)`, in row-major order. JAX's autodiff computes the backward.
 
     Raises:
       TypeError, ValueError: x is not an array, or has no axis.
