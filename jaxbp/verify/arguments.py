@@ -20,7 +20,6 @@ def is_float(a: Any) -> bool:
 
 
 def floats(tree: Any) -> list[Array]:
-    """Return the floating arrays of a pytree."""
     return [a for a in jax.tree.leaves(tree) if is_float(a)]
 
 
@@ -28,10 +27,7 @@ def floats(tree: Any) -> list[Array]:
 class Arguments:
     """The positional arguments of a function, as a flat list of arrays.
 
-    Attributes:
-      names: the name of each array: the parameter's name, and the path within a pytree.
-      leaves: the arrays.
-      structure: the pytree structure that rebuilds the arguments.
+    The name of an array is the parameter's name, followed by the path within a pytree.
     """
 
     names: tuple[str, ...]
@@ -56,11 +52,7 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """Return the floating results of `function` with the arrays replaced by `leaves`.
-
-        Raises:
-          TypeError: a result is not an array.
-        """
+        """Return the floating results of `function` at `leaves`; or raise TypeError if a result is not an array."""
         results = function(*jax.tree.unflatten(self.structure, leaves))
         if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
             kind = type(other[0]).__name__
@@ -68,7 +60,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function of only the floating arrays, which returns its floating results as a list."""
+        """Return `function` with only floating arrays as arguments, and a list of them as results."""
 
         def call(*values):
             values = iter(values)
@@ -78,7 +70,7 @@ class Arguments:
 
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
-    """Return the positional arguments of `function` as `Arguments`: their arrays, with names."""
+    """Return the positional arguments of `function` as `Arguments`."""
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
@@ -93,10 +85,7 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """Return the names of the positional arguments. For a `Pair`, they are the parameters of its forward.
-
-    `functools.partial` is unwrapped.
-    """
+    """Return the names of the positional arguments; for a `Pair`, of its forward."""
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:
@@ -106,10 +95,9 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with the default of its parameter `implementation` bound, if it has this parameter but no
-    implementation "autodiff".
+    """Return `function` with `implementation=None` bound, if "autodiff" is not one of its implementations.
 
-    The `implementation=` of a function from another library may have other meanings.
+    In other packages, `implementation=` may have another meaning.
     """
     if not takes_implementation(function):
         return function
@@ -151,6 +139,6 @@ def require_function(op: str, name: str, value: Any) -> None:
 
 
 def require_several(op: str, name: str, value: Any) -> None:
-    """Require a sequence of names that is not a string, because each letter of a string would count as a name."""
+    # Each letter of a string would count as a name.
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

@@ -5,8 +5,7 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""If a wrong gradient differs from the right one by a factor within this fraction of 1, the text gives the difference
-in percent."""
+"""If a factor differs from 1 by less than this fraction, the text gives the difference in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
@@ -40,7 +39,7 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _factor(a, e):
-    """Return the factor between `a` and `e` in words, or an empty string if their elements have no common factor."""
+    """Return the common factor between `a` and `e` in words, or an empty string."""
     size = float(e @ e)
     factor = float(a @ e) / size if size else 0.0
     off = abs(factor - 1)

@@ -22,22 +22,18 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 BAR_WIDTH = 60
 """The width of a page's longest bar, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""Maps a dtype to the relative difference between two results that may come from adding numbers in another order."""
+"""Maps a dtype to the relative difference that adding numbers in another order may cause."""
 TF32 = 1e-2
-"""The relative difference that is allowed on a GPU, where tensor cores round products if no precision is requested."""
+"""The relative difference allowed on a GPU, where tensor cores round products if no precision is requested."""
 AS_FAST = 1.05
-"""Times whose ratio is below this count as equal, because of run-to-run noise."""
+"""Times whose ratio is below this count as equal."""
 HOST_BOUND = 0.05
-"""The host waits while the device is busy. If it waits for less than this fraction of the time, the measured time is
-limited by the host."""
+"""If the host waits for the device for less than this fraction of the time, the host limits the measured time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, with the reference first.
-
-    Its text has a verdict, a table of costs, and a table of differences from the reference.
-    """
+    """The findings of `compare`, with the reference first. Its text has a verdict and two tables."""
 
     function: str
     device: str
@@ -53,10 +49,7 @@ class Comparison:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from the plain values of `dataclasses.asdict` or of a JSON file.
-
-        In these values, None may replace a number that is not finite.
-        """
+        """Rebuild a comparison from `dataclasses.asdict` or from JSON, where None may replace an infinite number."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -113,7 +106,6 @@ class Comparison:
         return text.getvalue()
 
     def show(self, console: Console) -> None:
-        """Print the verdict, the tables, and why an implementation failed."""
         show(console, *(Text(line, style="bold") for line in self.verdict))
         show(console, *self._tables())
 
@@ -138,7 +130,7 @@ class Comparison:
         )  # fmt: skip
         for column in costs.columns[2:6]:
             column.justify = "right"
-        # In 80 columns, a long name needs a separate line.
+        # A long name needs a separate line in 80 columns.
         for column in costs.columns[:-1]:
             column.no_wrap = True
         costs.columns[-1].overflow = "fold"
@@ -175,10 +167,10 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation. Gradients are the gradients of the sum of all results, where each
-    element of a non-scalar result is multiplied by a random number. The Hessian's product with a random direction uses
-    forward over reverse mode, or reverse mode where a custom rule has no forward mode. If two implementations compile
-    to the same program, the report says so. This happens when a function does not pass `implementation=` on.
+    The costs are time, memory, and compilation. The function that is differentiated is the sum of all results, with
+    each element of a non-scalar result multiplied by a random number. The Hessian's product with a random direction
+    uses forward over reverse mode, or reverse over reverse if a custom rule has no forward mode. If two implementations
+    compile to the same program, because the function does not pass `implementation=` on, the report says so.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
@@ -247,8 +239,7 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """Return, as text, the range of the ratio of the two programs' times, if each program's time is taken from any of
-    its rounds."""
+    """Return the range of the ratio of two programs' times over their rounds, as text."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

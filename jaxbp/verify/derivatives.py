@@ -27,11 +27,11 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. Here y are the results and c
-    the cotangents. At order 2 it is the Hessian times a direction. Because of the square, dy depends on y. The backward
-    is therefore also differentiated with respect to dy, even if the op is linear. The mode is forward over reverse.
-    With `reverse`, it is reverse over reverse. A backward needs this mode if it has a hand-written backward itself,
-    because this has no forward mode.
+    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along directions.
+    Because of the square, dy depends on y. The backward is therefore also differentiated with respect to dy.
+
+    The mode is forward over reverse, or reverse over reverse with `reverse`. If a backward calls a function with a
+    hand-written backward, it has no forward mode.
     """
 
     def gradient(values, cotangents):
@@ -60,7 +60,7 @@ class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
     Args:
-      modes: the modes for derivatives of gradients, tried in this order: False for forward and True for reverse mode.
+      modes: the modes for derivatives of gradients in the order of trial: False for forward, True for reverse.
       transform: a transformation that is applied to each program before it is compiled.
       options: options of `jax.jit`.
     """
@@ -97,8 +97,7 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled. For an order above 1, the derivative must have been computed
-        before, because this selects the mode.
+        """Return the program for an order, not compiled. Above order 1, call the derivative first to select the mode.
 
         For orders 0 and 1, without the square, the program returns both the results and the gradients.
         """

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""The names of primitives that call one inner program, with the arguments of the equation."""
+"""The primitives that call one inner program, with the arguments of the equation."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
-"""`rule(equation, inputs) -> results`, a function that computes the results of an equation from the values of its
-inputs."""
+"""`rule(equation, inputs) -> results`."""
 
 
 def is_program(value: Any) -> bool:
@@ -26,7 +25,7 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the inner program that an equation calls, or None if the equation is not a call (`CALLS`)."""
+    """Return the inner program that an equation of `CALLS` calls, or None for other equations."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -42,11 +41,9 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program, evaluated by a rule.
+    """Return the results of a `Jaxpr` or `ClosedJaxpr`, evaluated by a rule.
 
-    Args:
-      program: a `Jaxpr` or `ClosedJaxpr`.
-      constant: a function that converts a constant of the program to the form of values that the rule takes.
+    The function `constant` converts constants of the program to values that the rule takes.
     """
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
@@ -66,10 +63,9 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations.
+    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
 
-    Return None for any other equation. If a value is a pytree, its first array decides the condition of a loop or a
-    branch.
+    If a value is a pytree, its first array decides the condition of a loop or a branch.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -114,8 +110,7 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules. JAX then differentiates the code to which the rules were
-    attached."""
+    """Return `function` without its custom derivative rules."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -150,8 +145,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. In JAX 0.12, the parameters of the
-    equation have these numbers in a tree."""
+    """Return the number of constants and the number of carried values of a scan. JAX 0.12 has them in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

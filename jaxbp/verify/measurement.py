@@ -16,17 +16,17 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU. Between these calls, the device does not wait for the host."""
+"""The number of calls in one timed program on a GPU, so that the device does not wait for the host between them."""
 KINDS = ("value", "gradient", "hessian product")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between one array that an implementation computes and the array that the reference computes.
+    """The difference between an array and the reference's array.
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of a result, or for a derivative the name of the argument with respect to which it is taken.
+      name: the name of the result, or of the argument with respect to which a derivative is taken.
       absolute: the largest difference of an element; infinite where only one of the two is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
@@ -43,8 +43,8 @@ class Program:
     """The costs of a compiled program.
 
     Attributes:
-      microseconds: the time per call, while further calls are queued. All calls have the same arguments, so small
-        arrays stay in the device's cache.
+      microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache, because
+        all calls have the same arguments.
       fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
       host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       compile_seconds: the time to trace, lower, and compile the function.
@@ -63,13 +63,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The findings for one implementation: its differences from the reference, and the costs of its two programs.
+    """The findings for one implementation: its differences from the reference, and the costs of its programs.
 
     Attributes:
       gradients: the program of the value and the gradients.
       hessian_product: the program of the gradients' derivative along a direction; None if not requested.
       failed: why all programs, or only the Hessian product, could not be computed; else None.
-      missing: whether the implementation failed because the function has no implementation of this name.
+      missing: whether the function has no implementation of this name.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
     """
 
@@ -83,16 +83,15 @@ class Measured:
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
-        """The programs that ran, each with the kind of the derivatives that it computes, one of `KINDS`."""
+        """The programs that ran, each with its entry of `KINDS`."""
         both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
         return [(kind, program) for kind, program in both if program is not None]
 
     def difference(self, kind: str, name: str) -> Difference | None:
-        """Return the difference of one result; None if it was not computed."""
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """Return the difference with the largest relative value, among the differences of this kind."""
+        """Return the difference of this kind with the largest relative value."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         return max(of_kind, key=lambda difference: difference.relative, default=None)
 
@@ -100,8 +99,7 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return three functions: one that computes gradients, and two that compute the product of the Hessian and a
-    direction.
+    """Return functions for the gradients, and for the product of the Hessian and a direction.
 
     The first is `(leaves, cotangents) -> (results, gradients)`. The other two are
     `(leaves, cotangents, direction) -> product`, by forward over reverse mode, and by reverse over reverse mode.
@@ -141,7 +139,7 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Run the functions of one implementation, and return their costs and their results, by kind.
+    """Return the costs and the results, by kind, of one implementation.
 
     Args:
       functions: the functions that `derivatives_of` returns.
@@ -175,7 +173,6 @@ def measure(
 
 
 def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
-    """Return the costs of a function, and its results."""
     arguments = jax.device_put(arguments)
     compiled, compile_seconds = compile_program(function, arguments)
     results = compiled(*arguments)
@@ -194,7 +191,7 @@ def _one_after_another(function: Callable, calls: int, results: Any, *arguments:
     """Call `function` several times in sequence, with the same arguments, and return the last results."""
 
     def call(before, _):
-        # The barrier prevents XLA from merging calls, and from starting a call before the previous call ends.
+        # The barrier prevents XLA from merging calls, and from overlapping them.
         given, _ = lax.optimization_barrier((arguments, before))
         return function(*given), None
 

@@ -1,4 +1,4 @@
-"""The data at which an op is checked: the user's data, and added data that reveals what random numbers do not."""
+"""The data at which an op is checked: the user's data and added data."""
 
 import dataclasses
 import functools
@@ -14,8 +14,7 @@ EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 """The names of the data that a check adds to the user's data."""
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""Two numbers: one that is subnormal in float32 and bfloat16, and one that is slightly larger than the smallest normal
-number."""
+"""A number that is subnormal in float32 and bfloat16, and one slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Point:
     maybe_undefined: bool = False
 
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
-        """Return the point with its arrays rounded to other dtypes."""
         values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
         cotangents = [_rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
         return dataclasses.replace(self, values=values, cotangents=cotangents)
@@ -88,10 +86,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point where one array is passed as all arguments with the indices `same`.
-
-    It is the value of one of these arguments, the one with the narrowest range, because it must suit all of them.
-    """
+    """Return a point where the arguments with the indices `same` are the one of them with the narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -100,15 +95,13 @@ def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
 
 
 def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    """Return a point with large numbers in all arguments at once."""
     return _each(own, "large", lambda a: _large(a, random))
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     """Yield copies of the point in which some elements of the i-th argument equal a kink.
 
-    If the argument has enough elements, each kink is put at two positions. At the second position, all other arguments
-    of the same shape are set to 0.
+    Each kink is put at two positions. At the second position, all other arguments of the same shape are 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -138,8 +131,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 def _with_least(a: np.ndarray) -> np.ndarray:
     """Return the array with three elements replaced by -0, a subnormal number, and its negative.
 
-    A sign that does not occur in the array is not used. Where subnormal numbers count as 0, slightly larger numbers are
-    used.
+    A sign that does not occur in the array is not used.
     """
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
@@ -164,8 +156,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers from 3 to 300 with the signs of the array's elements. If all elements are in [0, 1], return
-    the array itself."""
+    """Return random numbers from 3 to 300 with the array's signs; or the array, if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

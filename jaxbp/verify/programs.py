@@ -16,9 +16,7 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 class Programs:
     """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype.
 
-    Args:
-      change: a transformation that is applied to the implementation's function.
-      compiling: arguments of `Derivatives`.
+    The implementation's function is first transformed by `change`.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Programs:
         return [y.dtype for y in jax.eval_shape(self.function, *self.arguments.floats)]
 
     def takes_arguments(self) -> bool:
-        """Return whether the implementation takes the arguments' shapes and dtypes."""
         try:
             self.result_dtypes()
         except (NotImplementedError, TypeError, ValueError):
@@ -70,10 +67,7 @@ class Programs:
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point.
-
-        With `vmap`, the points are one batch. With `remat`, the backward recomputes the forward under `jax.checkpoint`.
-        """
+        """Return values and gradients for each point, as one batch with `vmap`, under `jax.checkpoint` with `remat`."""
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]

@@ -22,7 +22,7 @@ class CheckRow:
     """The finding for one compared array: a result, or the derivative with respect to one argument.
 
     Attributes:
-      op, implementation, dtype: the op, the implementation, and the dtype that were checked.
+      op, implementation, dtype: what was checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
       order: 0 for a value, 1 for a gradient, 2 and 3 for its first and second derivative.
       against: how the expected array was computed, such as by autodiff in float64.
@@ -31,11 +31,10 @@ class CheckRow:
       absolute: the largest difference.
       relative: the largest difference, divided by the largest expected element.
       index: the index of the worst element, whose error is largest relative to its allowed error.
-      analytic: the result at this index.
-      numeric: the expected number at this index.
-      inputs: the name of each argument, and its value at the index of this element.
-      reason: a description of the mistake, if the verdict is "failed". Otherwise, why the argument was skipped, why
-        the result is inconclusive, or why it passes although it exceeds the tolerance.
+      analytic, numeric: the result and the expected number at this index.
+      inputs: the name of each argument, and its value at this index.
+      reason: a description of the mistake, or why the array was skipped, is inconclusive, or passes although it exceeds
+        the tolerance.
       data: the name of the data: `USER_DATA`, or added data.
       case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
     """
@@ -63,7 +62,6 @@ class CheckRow:
 
     @property
     def finding(self) -> str:
-        """The element, its value, the expected value, and the inputs there."""
         case = f"{self.case}: " if self.case else ""
         if self.index is None:
             on = f" ({self.data})" if self.data != USER_DATA else ""
@@ -121,18 +119,13 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Return the result itself.
-
-        Raises:
-          AssertionError: there is a failure. The message has one line per failure: the worst element, its value, and
-            the expected value.
-        """
+        """Return the result itself, or raise an AssertionError with one line per failure."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self
 
     def summary(self) -> Group:
-        """Return the text of the result for Rich: each implementation, its first failure, and what was tried."""
+        """Return the text of the result for Rich."""
         lines = []
         for (op, implementation), rows in _grouped(self.rows).items():
             lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)
@@ -159,7 +152,6 @@ class CheckResult:
 
 
 def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
-    """Return the lines of text for one implementation, given its rows."""
     of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
     failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
     verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
@@ -190,7 +182,7 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """Return a text with the largest relative error in each dtype, among the rows that pass within the tolerance."""
+    """Return, as text, the largest relative error in each dtype among the rows within the tolerance."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:
@@ -199,7 +191,7 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """Return, for rows that pass although they exceed the tolerance, the reasons and the names of the data."""
+    """Return the reasons why rows beyond the tolerance pass, with the names of the data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:

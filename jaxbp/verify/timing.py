@@ -10,12 +10,11 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of calls in the queue. This is enough to keep the device busy, and few enough that the results of
-all calls fit into its memory."""
+"""The largest number of queued calls: enough to keep the device busy, and few enough for their results to fit."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The duration of a block of calls in `settle`, in seconds, and the fraction by which the times of two blocks may
-differ. When large matrix products start, a GPU runs at its highest clock, and within 0.2 s it reaches its power limit.
-With some programs, the clock then drops too far, and recovers within 2 s (docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. Under large
+matrix products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within 2 s
+(docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -26,12 +25,11 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The measured time per call of a program. While a call runs, further calls are queued.
+    """The measured time per call of a program, while further calls are queued.
 
     Attributes:
       seconds: the median over rounds.
-      host_waited: the fraction of the time in which the host waited for the device. Near 0, the device waited for the
-        host, and the host limits the time.
+      host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       rounds: the seconds per call in each round.
     """
 
@@ -64,15 +62,12 @@ def device_seconds(
 
 
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
-    """Call a program until two successive blocks of calls take equally long.
-
-    A GPU at its power limit then has a steady clock.
+    """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
     Args:
       run: `run(calls)`, which returns the seconds that this number of calls takes.
       once: the approximate seconds of one call.
-      most: the limit in seconds. It is exceeded only if a block takes longer than expected. If it is less than the
-        duration of one block, the program is not called.
+      most: the limit in seconds. If it is less than one block, the program is not called.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
