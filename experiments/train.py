@@ -6,8 +6,8 @@
     python -m experiments.train lenet --devices 4
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
-The last printed line is the test accuracy. `--help` lists the experiments. After the name of an experiment, it lists
-the settings of the experiment.
+The last printed line is the test accuracy. `--help` lists the experiments, and after the name of an experiment, its
+settings.
 """
 
 import argparse
@@ -47,10 +47,8 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Experiment -> the module with which a trained model is evaluated and reported.
-
-`report(config, trained model, dataset)` writes the files named in `FILES` into run_dir, and returns lines to print.
-"""
+"""Maps an experiment to the module whose `report(config, trained model, dataset)` writes its `FILES` into run_dir, and
+returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -76,7 +74,7 @@ class Command(NamedTuple):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: see `experiments/output/errors.py`."""
+    """Run the command line, and return the exit code: see `experiments/output/errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     return exit_code(lambda: _main(args))
 
@@ -94,7 +92,7 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _lead(args: Sequence[str], command: "Command") -> int:
-    """Run the training in this process, which is the only process, or process 0 of several processes."""
+    """Run the training in the only process, or in process 0."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.as_json(configs.to_dict(config)), end="", flush=True)
@@ -107,8 +105,7 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """Run the training in a process other than process 0. It does the same computation on other examples, and writes no
-    files."""
+    """Run the training in a process other than process 0. It does the same computation, and writes no files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     dataset = config.load()
@@ -126,10 +123,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Broadcast the last three arguments from process 0: the state, the number of completed epochs, and whether
-    training is finished. Return them in all processes.
-
-    The state is placed on the devices of every process.
+    """Broadcast the state, the number of completed epochs, and whether training is finished, from process 0.
 
     Raises:
       UserError: (a ValueError) if this process has other data, or another model, than process 0.
@@ -151,7 +145,7 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. If it names no run directory, the config gets a new one.
 
-    With `--resume` and `--run-dir`, the experiment and all settings that are not given are taken from the saved run.
+    With `--resume` and `--run-dir`, the experiment and the settings that are not given come from the saved run.
 
     Raises:
       UserError: (a ValueError) for a run that does not exist or has other settings.
@@ -160,7 +154,7 @@ def parse(args: Sequence[str]) -> Command:
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
     if name in configs.EXPERIMENTS:
-        # The parser of one experiment. Its hints for an unknown option name no other experiment.
+        # With the parser of one experiment, hints for an unknown option name no other experiment.
         config = _with_options(configs.EXPERIMENTS[name])
         options = dict(default=config(**vars(saved))) if saved else dict(config=flags)
         parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{PROGRAM} {name}", **options)
@@ -202,7 +196,7 @@ def train(config: TrainingConfig) -> Metrics:
 
     Raises:
       UserError: (a ValueError) for invalid data or settings, or a run directory that does not match them.
-      BrokenRun: for a run directory in which another process works, or that is too damaged to resume.
+      BrokenRun: for a run directory that another process uses, or that is too damaged to resume.
       FloatingPointError: if a loss is not finite. The last checkpoint is then the checkpoint of the previous epoch.
       Stopped: after Ctrl-C. The curves so far have been drawn.
     """
@@ -226,7 +220,7 @@ def train(config: TrainingConfig) -> Metrics:
                         show(metrics)
                         if directory.is_done:
                             break
-            if predictions is None:  # all epochs were completed in an earlier process
+            if predictions is None:  # an earlier process completed all epochs
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
@@ -247,7 +241,7 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
-    """Draw the curves so far, and return an exception whose message says how to resume."""
+    """Draw the curves so far, and return an exception that says how to resume."""
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
@@ -259,10 +253,8 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    In addition to the fields of every result file (`experiments/output/results.py`), it contains `dataset`, `settings`,
-    the number of `devices`, and the completed `epochs`. `train_seconds`, `evaluation_seconds`, and `compile_seconds`
-    are sums over the epochs. `test_accuracy` is from the last epoch. `images_per_second` is a mean over the training of
-    all epochs.
+    It adds the fields of a run to `experiments/output/results.py`. Fields in seconds are sums over the epochs.
+    `test_accuracy` is from the last epoch, and `images_per_second` is the mean over the training of all epochs.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
@@ -280,13 +272,12 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that shows the metrics of an epoch: on a terminal in a progress bar, otherwise as a printed
-    line."""
+    """Yield a function that shows the metrics of an epoch in a progress bar, or as a line if there is no terminal."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
-    # The bar fills the 80 columns that the other parts leave free. A narrow terminal cuts off the last part.
+    # A narrow terminal cuts off the last column.
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),

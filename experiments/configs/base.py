@@ -1,7 +1,4 @@
-"""The settings that every experiment shares, and their conversion to JSON.
-
-A config also builds its model and loss, so that the training loop does not depend on any experiment.
-"""
+"""The settings that every experiment shares, and their conversion to JSON. A config also builds its model and loss."""
 
 import dataclasses
 import json
@@ -22,12 +19,10 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A prediction is correct if it equals the
-target."""
+"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals the target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs`. Change a batch at random, as determined by `key`. `step` is the number of
-steps that the run has completed."""
+"""`augment(key, inputs, step) -> inputs`, a random change of a batch. `step` counts the completed steps of the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -41,12 +36,9 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed values of a numeric setting. It is used in the annotation of a field, as in
-    `Annotated[int, Range(1)]`.
+    """The allowed finite values of a numeric setting, as in `Annotated[int, Range(1)]`.
 
-    Attributes:
-      least, most: the smallest and the largest allowed value. Infinity is never allowed.
-      above: whether `least` itself is not allowed.
+    They are from `least` to `most`. With `above`, `least` itself is not allowed.
     """
 
     least: float = 0
@@ -83,14 +75,13 @@ class TrainingConfig:
     examples: ClassVar[str] = "images"
     """The name of the examples in printed lines, in the plural."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
-    """The names of the training curve and of the evaluation curve."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed for the initial parameters, the order of the examples, and their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
     """Examples per step. The last, incomplete batch of an epoch is dropped. None: the default for the dataset."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Passes over the training set; the learning rate schedule spans them. None: the default for the dataset."""
+    """Passes over the training set, which the learning rate schedule spans. None: the default for the dataset."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
@@ -114,19 +105,17 @@ class TrainingConfig:
 
     @property
     def policy(self) -> Policy:
-        """The dtypes of `precision`."""
         return Policy.parse(self.precision)
 
     def is_last(self, epoch: int, test_accuracy: float) -> bool:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number of the attempt to which an epoch belongs, from 0. The first epoch of an attempt begins with
-        new parameters."""
+        """Return the number of an epoch's attempt, from 0. Each attempt begins with new parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
-        """Return the same run with more epochs of the same length. The learning rate schedule spans all of them."""
+        """Return the same run with more epochs of the same length, which the learning rate schedule spans."""
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
@@ -149,12 +138,11 @@ class TrainingConfig:
         return loss
 
     def augmentation(self) -> Augment | None:
-        """Return a function that changes the inputs of training batches at random, or None. The evaluation does not use
-        it."""
+        """Return a function that changes the inputs of training batches at random, or None."""
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
-        """Fill in missing settings, so that the printed and saved config describes the run completely."""
+        """Fill in missing settings, so that the saved config describes the run completely."""
         for field, value in settings.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
@@ -189,8 +177,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. If a field is missing in `saved`, because an older version wrote it, the field gets its
-    default.
+    """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults.
 
     Raises:
       UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
@@ -209,8 +196,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ and that affect the results of a run, as a dict from field to (saved value, new
-    value)."""
+    """Return the fields that differ and affect the results of a run, as a dict from field to (saved, new) value."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -220,7 +206,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return the settings with which to resume a run whose saved settings are `saved`. `config` may have more epochs.
+    """Return `saved` with the number of epochs and the `FIELDS_WITHOUT_EFFECT` of `config`.
 
     Raises:
       UserError: (a ValueError) if another setting that affects the result differs.

@@ -9,11 +9,7 @@ Built = TypeVar("Built")
 
 
 def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
-    """Return `kind(**fields)` for a dataclass or a NamedTuple.
-
-    Raises:
-      TypeError: if a field is missing or unknown, or its value does not match its annotation.
-    """
+    """Return `kind(**fields)`, or raise TypeError if a field is missing, unknown, or of another type."""
     for name, annotation in get_type_hints(kind).items():
         if name in fields and not matches(fields[name], annotation):
             raise TypeError(f"{name} = {reprlib.repr(fields[name])}; wants {described(annotation)}")

@@ -24,12 +24,12 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
     "fashion_mnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
 }
-"""Shape of each dataset's images: channels, height, and width."""
+"""Channels, height, and width of each dataset's images."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""Maximum number of items that are read from a file. All known datasets have fewer, and this number fits in memory."""
+"""Maximum number of items that are read from a file, which fits in memory."""
 
-# Files of the images and labels, for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
+# Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -87,12 +87,11 @@ def load(
     """Load a dataset.
 
     Args:
-      name: `"digits"`, `"mnist"`, `"fashion_mnist"` or `"cifar10"`.
-      data_dir: the folder of the IDX files, plain or gzipped. A missing file is downloaded into it. For CIFAR-10, the
-        folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits
-        needs no folder.
+      name: the dataset. Digits needs no folder.
+      data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded. For CIFAR-10, the
+        folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
       mirrors: base addresses to download from, tried one after the other. None: the official addresses.
-      md5: for every file that may be downloaded, its name -> its checksum. None: the checksums of the official files.
+      md5: the checksums of files that may be downloaded, by name. None: the official checksums.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
@@ -125,8 +124,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
     Raises:
       UserError: (a ValueError) for a corrupt gzip file, a wrong magic number, items of another shape, no items, more
-        than `MOST_ITEMS` items, or a number of bytes that does not match the header. The message names the file, the
-        found value, and the wanted value. Surplus bytes are not read.
+        than `MOST_ITEMS` items, or a number of bytes that does not match the header.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
@@ -162,9 +160,8 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # The digit fills a box of 20 x 20 pixels in the middle of the image, as in MNIST. Without this margin, convolutions
-    # without padding would lose strokes at the edge of the 8 x 8 pixels. The clip removes the overshoot of the cubic
-    # interpolation.
+    # As in MNIST, the digit fills a box of 20 x 20 pixels. Without this margin, convolutions without padding would lose
+    # strokes at the edge. The clip removes the overshoot of the cubic interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -215,7 +212,7 @@ def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
-    """Reject the files of the wrong dataset. MNIST and Fashion-MNIST have files with the same names and shapes."""
+    """Reject MNIST's files for Fashion-MNIST and vice versa, which have the same names and shapes."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     for dataset, known in MD5.items():

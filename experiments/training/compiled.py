@@ -32,7 +32,7 @@ def compiled_classifier(
 
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Call a C function on packed samples. It fills `result`, which is returned."""
+    """Call a C function on packed samples, and return `result`, which it fills."""
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
         raise MemoryError("the compiled circuit could not allocate memory")
@@ -42,8 +42,7 @@ def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Compile the automaton's C code into `folder`, and return it as a function like `automaton.run`, for one grid
-    `(height, width, channels)`."""
+    """Compile the automaton's C code into `folder`, and return it like `automaton.run` for one grid `(h, w, c)`."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):

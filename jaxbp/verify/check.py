@@ -80,7 +80,7 @@ def check(
     nor a kink explains it (`jaxbp.verify.judge`). An argument of `stop_gradient` counts as a constant.
 
     Args:
-      op: a `Pair`, an `Op`, or any other function. A function without `implementation=` is checked directly.
+      op: a `Pair`, an `Op`, or any other function.
       args: arrays or pytrees of arrays. Arguments without gradients, such as integers, are skipped. NumPy's float64
         arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: the implementations to check; by default all. If an implementation does not take the arguments,
@@ -98,8 +98,6 @@ def check(
       gradient_of: a function of the same arguments and options whose derivative the backward must compute, if it is
         deliberately not the forward's: `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then
         1, and "autodiff" is not checked.
-      seed: the seed of the check's random numbers.
-      options: options of the op.
 
     Returns:
       A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.

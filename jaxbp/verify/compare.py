@@ -175,13 +175,10 @@ def compare(
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
-      implementations: the implementations to compare.
-      reference: the implementation with which the others are compared. It runs even if `implementations` lacks it.
+      implementations: the implementations to compare with the reference.
       argnums: the arguments to differentiate with respect to; by default all floating ones.
       second_order: whether to compute the Hessian's product with a direction.
       seconds: the least duration of a round of timing, in seconds.
-      seed: the seed of all random numbers.
-      options: the options of the function.
 
     Returns:
       A `Comparison`. If an implementation fails, it contains the reason, and the others are still compared.

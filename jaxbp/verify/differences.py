@@ -12,12 +12,12 @@ from jaxbp.verify.derivatives import Arrays, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""The divisor of each step size that gives the next one, and the largest number of step sizes."""
+"""The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE = 256
 """The number of elements whose slopes are computed in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""The fraction by which equal slopes with two step sizes may differ, and the factor by which a slope that tends to
-infinity grows at each smaller step size."""
+"""Slopes with two step sizes are equal within the fraction `CONVERGED`. A slope is infinite if each smaller step size
+multiplies it by more than `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,10 +74,9 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     mask, and infinite values made from them do not count. A NaN made from them does.
 
     Args:
-      function: `function(*arguments, **options)`, whose results are a pytree of arrays. JAX must be able to trace it
-        and to differentiate it in reverse mode.
+      function: a function that JAX can trace and differentiate in reverse mode. Its results are a pytree of arrays.
       arguments: pytrees of arrays. Gradients are taken with respect to their floating arrays.
-      options: other keyword arguments of the function, which are static.
+      options: static keyword arguments of the function.
 
     Returns:
       The operation, or None if all results and gradients are finite. An argument that is not finite counts as an

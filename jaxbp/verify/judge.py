@@ -35,8 +35,7 @@ FACTOR_ELEMENTS = 8
 MOST = 32
 """The largest number of elements per argument for which `_around` moves one element further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`: the parts into which it divides the op's results, the sets of other roundings, and
-the number of elements that the gradients of all parts may have."""
+"""Limits of `_decided_by_rounding`: parts of the op's results, sets of other roundings, elements of all gradients."""
 ROUNDINGS = 16
 """The largest distance of a kink that counts as near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
@@ -76,9 +75,7 @@ class Judge:
     """Compares the results of implementations with a reference.
 
     Args:
-      reference: the expected results, in float64.
       autodiff: the programs of autodiff in the dtype of the arguments; or None.
-      tolerances: maps dtypes to tolerances.
       directions: the directions along which gradients are differentiated, for orders above 1.
       convention: whether the op must have autodiff's slope at a kink.
       precision: the dtype that the forward computes in, if it has less precision than the arguments.
@@ -100,10 +97,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare `actual` with the i-th expected array at a point, and return the fields of its `CheckRow`.
-
-        `checked` has the programs of the implementation that computed `actual`.
-        """
+        """Compare `actual`, which `checked` computed, with the i-th expected array, and return `CheckRow`'s fields."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),

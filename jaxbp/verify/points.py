@@ -26,8 +26,7 @@ class Point:
       values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
       of: the index of the argument whose elements were changed, if only one argument was changed; else None.
       kinks: whether some numbers lie exactly where the op may have a kink.
-      maybe_undefined: whether the op may be undefined at this data. Expected numbers that are not finite are then
-        ignored.
+      maybe_undefined: whether to ignore expected numbers that are not finite.
     """
 
     name: str

@@ -10,8 +10,8 @@ import numpy as np
 class Tolerance:
     """The tolerance for one dtype: a number a of an array passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
 
-    Here e is the expected number, and `max |e|` is the largest one in the expected array. Finite differences use `step`,
-    or a step in proportion to the argument's largest element if it is None.
+    Here e is the expected number. Finite differences use the step size `step`, or a step in proportion to the
+    argument's largest element if `step` is None.
     """
 
     rtol: float

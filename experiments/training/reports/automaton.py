@@ -1,7 +1,6 @@
 """The report on a trained automaton: the accuracy of the hardened automaton, its gates, its pictures, and its code.
 
-The report writes these files into the run directory: `automaton.json`, the reported figures; `automaton.html`, the live
-page; `automaton.png` and three GIFs; `automaton.c` and `automaton.v`.
+`automaton.json` has the reported figures, and `automaton.html` is a live page.
 """
 
 import json
@@ -36,7 +35,6 @@ LARGER = 4
 
 
 def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> str:
-    """Write the files, and return lines about the model."""
     full = model.harden()
     circuit = full.seen(config.visible)
     figures, lines = life(config, circuit) if isinstance(config, LifeConfig) else trials(config, circuit)

@@ -1,7 +1,4 @@
-"""The report on a trained logic network: relaxed and hardened accuracy, gates, and the code and speed of the circuit.
-
-The report writes `gates.png`, `circuit.c` with `circuit_classify`, and `circuit.v` into the run directory.
-"""
+"""The report on a trained logic network: relaxed and hardened accuracy, gates, and the code and speed of the circuit."""
 
 import io
 import shutil
@@ -31,7 +28,6 @@ TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
-    """Write the files, and return lines about the model."""
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
     lines = [
@@ -51,12 +47,7 @@ def write_report(
     lines: Sequence[str],
     verilog: bool = True,
 ) -> str:
-    """Write the picture of a hardened network's gates and its code, and return its accuracies, `lines`, and its speed.
-
-    Args:
-      evaluated: the form of the circuit that is written and timed.
-      comment: the comment at the top of the code.
-    """
+    """Write the picture of a network's gates and the code of `evaluated`, and return accuracies, `lines`, and speed."""
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
@@ -92,7 +83,6 @@ def comment(config: LogicConfig) -> str:
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:
-    """Return the class with the most active outputs, for each sample."""
     return np.argmax(circuit(bits).reshape(len(bits), classes, -1).sum(axis=-1), axis=-1)
 
 
