@@ -1,8 +1,8 @@
 """Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5 or a
-probability that is almost 1. If an implementation loses digits at a location and autodiff does not, the implementation
-is faulty. The most frequent reason is that its forward keeps a rounded number for the backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5. If only the
+implementation loses digits there, and not autodiff, the implementation is faulty. Usually its forward keeps a rounded
+number for the backward.
 """
 
 import dataclasses
@@ -28,14 +28,12 @@ NEARLY_ALL = 0.95
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""An error of at most this number of roundings is always allowed. A rounding is ε/2. The number is smaller for half
-precisions, which are computed in float32 and rounded once at the end."""
+"""The number of roundings (of ε/2) that an error may always have. Half precisions are rounded only once, at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data. The values of one argument, or of all arguments that can be moved, are
-    `offset + scale * drawn`, where `drawn` is random."""
+    """A location of the data: the argument's values are `offset + scale * drawn`, where `drawn` is random."""
 
     offset: float
     scale: float
@@ -47,13 +45,11 @@ class Accuracy:
     """The relative error of an op's result or gradient, and autodiff's error. Both are quantiles over rows and draws.
 
     Attributes:
-      op, dtype, implementation: the op that ran, its dtype, and its implementation.
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
       place: the location of the data.
-      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result for `error`, and of autodiff's
-        result for `native`. e is the same row in float64.
-      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. A value above 1 is a
-        failure.
+      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's or of autodiff's (`native`) result, and e
+        is the same row in float64.
+      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. Above 1 it is a failure.
     """
 
     op: str
@@ -77,13 +73,10 @@ def accuracy(
     """Yield the accuracy of ops of the catalogue at every offset and scale, for one case per op.
 
     All arguments are moved at once, and then each argument separately. The gradient `dy`, weights, and integers are not
-    moved. A location is left out if the data overflows in the dtype, or if rounding makes numbers equal that an op must
-    tell apart.
+    moved. A location is left out if the data overflows there, or if numbers that an op must tell apart become equal.
 
     Args:
-      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster than
-        separate programs.
-      implementations, dtypes, offsets, scales: what to measure.
+      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster.
       draws: the number of random draws at each location.
     """
     drawn = _draw(cases, draws)
@@ -107,12 +100,10 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function that computes the results of all ops.
+    """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, for all ops.
 
-    It maps a dict `name -> (values, cotangents)` to a dict `name -> result -> array`. All arrays have two leading axes,
-    for the locations and the draws.
-
-    The compiler must keep every rounding. By default it may drop roundings between operations that it fuses.
+    All arrays have two leading axes, for the locations and the draws. The compiler must keep every rounding, although
+    by default it may drop roundings between fused operations.
     """
 
     def run(arrays):
@@ -122,8 +113,7 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """Return a tuple (result, place, errors) for each result of an op at each location: the name of the result, the
-    location, and the value of `_errors`."""
+    """Return a tuple (result, place, `_errors`) for each result of an op at each location."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -165,7 +155,7 @@ class _Drawn:
         self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
-        """Return a function from `(values, cotangents)` to `result -> array` that uses one implementation."""
+        """Return a function from `(values, cotangents)` to `result -> array`."""
         function = self._of_floats(implementation)
 
         def named(values, cotangents):
@@ -180,8 +170,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and the arguments at these locations, with axes
-        (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and their arguments, with axes (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -207,7 +196,7 @@ def _differ(values):
 
 
 class _Errors(NamedTuple):
-    """The fields `error`, `native`, and `excess` of `Accuracy`."""
+    """The fields of the same names of `Accuracy`."""
 
     error: float
     native: float
@@ -215,13 +204,11 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the `_Errors` of an implementation's result, counting only elements that the dtype can hold. Return None
-    if it can hold no element.
+    """Return the `_Errors` of a result, counting only elements that the dtype can hold; None if it can hold none.
 
-    `exact` and `by_formula` compute the result in float64 in two ways. Their difference, the uncertainty of the exact
-    result, is added to the allowed error. If autodiff is correct to a few roundings in nearly every row, the
-    implementation must be as well. Otherwise sums cancel, and results may be correct by chance, so the median over rows
-    is compared.
+    `exact` and `by_formula` compute the result in float64 in two ways. Their difference is added to the allowed error.
+    If autodiff is wrong by more than a few roundings in some rows, sums cancel, and rows may be correct by chance. The
+    median over rows is then compared.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
@@ -238,6 +225,5 @@ def _errors(dtype, actual, native, exact, by_formula):
 
 
 def _norms(a):
-    """The norm of a row with a NaN is infinite."""
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)

@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The C++ stack trace that follows the message of an abort. It is long, and is removed."""
+"""The C++ stack trace after the message of an abort, which is removed."""
 
 
 @dataclasses.dataclass
@@ -24,9 +24,8 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      task: the task.
       results: the results that the task yielded before it or its process ended.
-      death: if the process ended before the task did, how it ended: "SIGABRT", "exit code 1" or "no answer in 9 s".
+      death: how the process ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s"; else None.
       said: if the process died, the last text that it wrote to stderr during the task.
     """
 
@@ -41,9 +40,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work` is a function at the top level of a module. It yields the results of a task. If a process neither yields a
-    result nor ends its task for `limit` seconds, it is killed. The next task is taken from `tasks` when a process is
-    free. If a process dies, the last text that it wrote to stderr is kept. All processes share the GPUs.
+    `work` is a function at the top level of a module, which yields the results of a task. A process is killed if it
+    yields nothing for `limit` seconds. The next task is taken from `tasks` when a process is free.
 
     Raises:
       RuntimeError: if a process dies before it begins its first task.
@@ -74,13 +72,11 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory as needed, so that other processes can use the rest, unless the environment sets this
-    already. Call this before JAX starts."""
+    """Let JAX allocate GPU memory as needed, unless the environment says otherwise. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 class _Child:
-    """A process that runs one task after the other."""
 
     def __init__(self, work: Callable):
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed when the process dies)

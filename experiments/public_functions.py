@@ -1,7 +1,4 @@
-"""Public functions for which autodiff's gradients are correct. A check of each function must therefore pass.
-
-Each entry consists of a function and its arguments. Functions of packages that are not installed are left out.
-"""
+"""Public functions for which autodiff's gradients are correct, so that a check of each function must pass."""
 
 import dataclasses
 import functools
@@ -19,12 +16,7 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function and its arguments.
-
-    Attributes:
-      arguments: the shape and the kind of each argument. A kind is a key of `KINDS`.
-      settings: keyword arguments that are passed to `check`.
-    """
+    """A function, and the shape and the kind (a key of `KINDS`) of each argument. `settings` are passed to `check`."""
 
     name: str
     function: Callable
@@ -73,12 +65,11 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""Kinds of extra data that `check` uses for matrices. The other kinds round a matrix or give it equal entries, and the
-result may be singular or not definite."""
+"""Kinds of extra data for matrices. Other kinds round a matrix or repeat entries, and may make it singular."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention over one block of keys after the other, with running maxima and sums in float32."""
+    """Compute softmax attention over one block of keys after another, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 

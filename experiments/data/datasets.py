@@ -88,8 +88,8 @@ def load(
 
     Args:
       name: the dataset. Digits needs no folder.
-      data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded. For CIFAR-10, the
-        folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
+      data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded; or of CIFAR-10's
+        binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
       mirrors: base addresses to download from, tried one after the other. None: the official addresses.
       md5: the checksums of files that may be downloaded, by name. None: the official checksums.
 

@@ -5,25 +5,21 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
-A case is an op of the catalogue with random shapes and options, in one implementation and dtype. Its data is of one of
-the kinds in `cases.DATA`. The op is called directly or through a transformation of JAX (vmap, scan, remat, donation, a
-gradient of the gradient). A case depends only on the seed and the case's number. The reference is autodiff in float64,
-applied to the op's plain formula or, for maxima, to a function of `references.py`. `jaxbp/verify/judge.py` describes
-the comparison.
+A case is an op of the catalogue with random shapes and options, in one implementation and dtype, with data of one of
+the kinds in `program.DATA`. The op is called directly or through a transformation of JAX, such as vmap or scan. A case
+depends only on the seed and its number. The reference is autodiff in float64 of the op's plain formula or of a function
+of `references.py`. `jaxbp/verify/judge.py` describes the comparison.
 
-Cases run in `--processes` child processes, which may share a GPU. A process may die, for example because a compiler
-aborts, or it may give no answer for `--case-seconds`. The case then counts as a crash, and a new process continues. The
-crashed case is also run with autodiff. If it crashes with autodiff as well, the fault is in JAX, not in jaxbp.
-
-For each failure, the command reduces the case while it still fails, and prints Python code that reproduces it. The exit
-code is 1 after a failure, or after a crash that autodiff does not share. In addition to the fields of every result file
-(`experiments/output/results.py`), the JSON file contains:
+Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, the case counts
+as a crash. If the case crashes with autodiff as well, the fault is in JAX, not in jaxbp. A failing case is reduced
+while it still fails, and printed as Python code. The exit code is 1 after a failure, or after a crash that autodiff
+does not share. In addition to `experiments/output/results.py`, the JSON file contains:
 
     seed, cases            numbers 0 to cases - 1 were drawn
     seconds                the time that these cases took
     refused                cases that a kernel does not support (NotImplementedError)
     lost                   cases that did not run, because the process died in another case of the same program
-    counts                 field (op, implementation, transformation, dtype, data) -> value -> number of cases
+    counts                 the number of cases for each value of op, implementation, transformation, dtype, and data
     failures               one object per failure: number, op, what is wrong, and the code that reproduces it
     crashes                one object per crash: number, op, how the process ended and its output, how it ended with
                            autodiff (null if it did not crash), and the code that reproduces it
@@ -63,7 +59,7 @@ class FuzzConfig:
     seed: int | None = None
     """Seed of the cases. By default, each run draws a new seed and prints it."""
     ops: tuple[str, ...] = ()
-    """Names of the ops to run, separated by spaces. By default all ops."""
+    """Names of the ops to run. By default all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
@@ -78,7 +74,6 @@ class FuzzConfig:
 
 @dataclasses.dataclass
 class Found:
-    """The outcomes of all cases so far."""
 
     cases: int = 0
     seconds: float = 0.0

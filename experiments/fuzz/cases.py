@@ -24,12 +24,11 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws of shapes and options, which are repeated until the plain formula accepts them."""
+"""The largest number of draws of shapes and options until the plain formula accepts them."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options, drawn again until the op accepts them. If all draws fail, return
-    the small case of the catalogue."""
+    """Return a case with random shapes and options that the op accepts; if all draws fail, the small case."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -46,7 +45,6 @@ def takes(function: Callable, case: Case) -> bool:
 
 
 def _results(function, case):
-    """Return the shapes of the floating results, or None if the op rejects the arguments."""
     structs = case.structs()
     try:
         return floats(jax.eval_shape(bind(function, "autodiff", case.options), *structs))
@@ -64,10 +62,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the small case of the catalogue with other shapes.
-
-    Each distinct size is replaced by a random number. In some cases, one leading axis is added or removed.
-    """
+    """Return the small case of the catalogue with random sizes, and in some cases one leading axis more or less."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -254,8 +249,7 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """Return a case for the public backward of a function, given a case of the function. Arguments with the same name
-    are the same."""
+    """Return a case for the public backward of a function, given a case of the function."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))

@@ -1,7 +1,4 @@
-"""References for ops whose gradient goes to the first of equal values, or to the first NaN.
-
-Autodiff of the plain formula of such an op divides the gradient among equal values, or assigns it to another position.
-"""
+"""References for ops whose gradient goes to the first of equal values, or to the first NaN, unlike autodiff's."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -70,4 +67,4 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
 }
-"""For each such op, its name -> its reference, a function of the same arrays and options."""
+"""Maps the names of ops to functions of the same arrays and options."""

@@ -25,8 +25,7 @@ _tasks = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A random program and the draws of its data. The fields determine both, because they are the inputs of the random
-    generators."""
+    """A random program and the draws of its data, both determined by the fields."""
 
     seed: int
     number: int
@@ -45,8 +44,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one draw. `message` says what is wrong, or is `REFUSED` or None. `lines` is Python code that
-    reproduces a failure."""
+    """The outcome of one draw: what is wrong (or `REFUSED` or None), and code that reproduces a failure."""
 
     draw: int
     message: str | None
@@ -65,13 +63,13 @@ def work(task: Task) -> Iterator[Outcome]:
 
 
 def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
-    """Return code that runs a program on the data of a draw. By default, it is the task's program."""
+    """Return code that runs a program, by default the task's, on the data of a draw."""
     program = program or task.program
     return lines_of(program, *_numbers(program, task, draw))
 
 
 def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """Yield (draw, message) for each draw. The message says what is wrong, or is `REFUSED` or None."""
+    """Yield (draw, message) for each draw, as in `Outcome`."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):

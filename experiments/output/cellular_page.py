@@ -1,7 +1,6 @@
-"""Write a page that runs a hardened cellular automaton in the browser. It is one HTML file, which also works offline.
+"""Write a page that runs a hardened cellular automaton in the browser, as one HTML file that works offline.
 
-The netlist of the automaton is translated to JavaScript that computes on words of 32 cells. The layout and the script
-of the page are in `cellular_page.html`, in this folder.
+The netlist of the automaton becomes JavaScript that computes on words of 32 cells.
 """
 
 import json
@@ -37,8 +36,7 @@ def write_page(
     Args:
       target: the target picture. The page shows it next to the grid, and counts the cells that agree with it.
       fire_rate: the probability that a cell updates in a tick.
-      visible: the number of channels that are shown, 1 to 3. The default is the target's number of channels, or 1
-        without a target.
+      visible: the number of channels that are shown, 1 to 3; by default the target's channels, or 1.
 
     Raises:
       ValueError: if the channels of `initial_state`, the shape of `target`, or `visible` do not fit the circuit.

@@ -28,10 +28,8 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Number of channels -> list of the colors of a cell. The index into the list has one bit per channel; the first
-channel is bit 0."""
+"""Maps a number of channels to the colors of a cell. The color's index has one bit per channel, the first as bit 0."""
 FRAMES = 8
-"""Number of frames per strip."""
 GIF_PIXELS = 384
 """Largest length in pixels of the longer side of a GIF, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
@@ -48,19 +46,12 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write pictures of three runs of the automaton. The first two start from `initial_state` and `large_state`. The
-    third starts from the last state of the first run, with a square destroyed.
-
-    The pictures are `automaton.png`, with one strip per run, and one GIF per run: `automaton.gif`,
-    `automaton_large.gif`, and `automaton_healing.gif`.
+    """Write pictures of three runs of `ticks` ticks, and return the files. The runs start from `initial_state`, from
+    `large_state`, and from the last state of the first run with a square destroyed.
 
     Args:
-      ticks: the number of ticks of each run.
       visible: the number of channels that are shown, 1 to 3.
       fire_rate, seed: arguments of `CellularCircuit.run`.
-
-    Returns:
-      The written files.
     """
 
     def run(state, number):
@@ -81,8 +72,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a square at the center of the grid. By default, the square is half as wide as the
-    grid's shorter side."""
+    """Return the state with zeros in a square at the center, by default half as wide as the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2

@@ -18,10 +18,9 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names the setting or file, its value, and the wanted
-    value.
+    """An invalid setting or file from the user. The message names it, its value, and the wanted value.
 
-    A separate class is needed because a `ValueError` from a model or an op under development should show a traceback.
+    Other `ValueError`s, such as from an op under development, show a traceback.
     """
 
 
@@ -36,14 +35,11 @@ class Stopped(KeyboardInterrupt):
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(config, command)`, and return the exit code.
-
-    The argument `command` of `run` is the command line as text.
+    """Parse the command line, call `run(config, command)`, where `command` is the text of it, and return the exit code.
 
     Args:
       config: a dataclass, or a union of subcommands.
       module: the module of the command, and its subcommand if it has one.
-      args: the arguments of the command line, or None for the arguments of this process.
       options: options of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
@@ -79,11 +75,10 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
-    """Return the names after checking that all are known. If no names are given, return all known names.
+    """Return the names, by default all known names.
 
     Raises:
-      UserError: (a ValueError) for unknown names. The message proposes similar names. If there are none, it lists all
-        known names.
+      UserError: (a ValueError) for unknown names. The message proposes similar names, or lists all known names.
     """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
@@ -94,11 +89,7 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
-    """Require that the folders of the files exist.
-
-    Raises:
-      UserError: (a ValueError) for a file in a folder that does not exist.
-    """
+    """Raise UserError for a file in a folder that does not exist."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")

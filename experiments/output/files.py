@@ -9,10 +9,9 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`. A reader sees either the old file or the complete new file, even if the process is killed
-    at any moment.
+    """Write `data` to `path`, so that a reader sees either the old file or the complete new file, even after a kill.
 
-    A kill can leave a temporary file in the folder. `is_leftover` recognizes it by name.
+    A kill can leave a temporary file in the folder (`is_leftover`).
 
     Raises:
       OSError: with the name of the file, if it cannot be written.
@@ -33,11 +32,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file.
-
-    Raises:
-      OSError: if there is no such file, or it is a pipe, which could take for ever to read, or another special file.
-    """
+    """Read a regular file. Raise OSError for a pipe, which could block, or another special file."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()

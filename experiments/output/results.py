@@ -1,6 +1,4 @@
-"""The fields that all result files share: the date, commit, device, and versions of the run that wrote the file.
-
-A result file is a JSON object with these fields, and with the fields of its command:
+"""The fields that all result files share. A result file is a JSON object with these fields and those of its command:
 
     schema     1
     command    the command line
@@ -30,7 +28,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable that names the commit, for files that were copied without the Git history."""
+"""An environment variable that names the commit of files without Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -49,15 +47,11 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the short hash of the commit that is checked out in `root`, with `+` if tracked files differ from the
-    commit.
-
-    The environment variable `JAXBP_COMMIT` takes precedence. Return None if there is neither a commit nor the variable.
-    """
+    """Return the field `commit` for the checkout `root`. The environment variable `JAXBP_COMMIT` takes precedence."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # An installed package may lie in the checkout of another project, whose commit does not apply to jaxbp.
+        # An installed package may lie in the checkout of another project.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty

@@ -8,13 +8,8 @@ The model is a stack of blocks with frozen parameters and with adapters (LoRA, E
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-Each row of the report is one compiled program, which computes the gradients of a loss with respect to the adapters, or
-with respect to all parameters. It contains:
-
-- the implementation of all ops
-- `wanted`, which is "adapters" or "all"
-- the time in microseconds
-- the bytes of its results, and of the memory that it needs beyond its arguments and results
+Each row of the report is one compiled program, which computes the gradients with respect to the `wanted` parameters. It
+has the time in microseconds, and the bytes of its results and of its temporaries.
 """
 
 import argparse
@@ -37,7 +32,7 @@ from jaxbp.verify.timing import device_seconds
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
-"""The arguments of `loss` whose gradients a program computes."""
+"""Maps the wanted parameters to the arguments of `loss`."""
 EXPANSION = 4
 """The number of hidden features of a block, divided by its features."""
 SETTLING = 1.2
@@ -109,19 +104,13 @@ def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jax
 
 
 def gradients(implementation: jaxbp.pairing.Implementation, wanted: str) -> Callable:
-    """Return the function from the arguments of `loss` to the wanted gradients."""
     return jax.grad(functools.partial(loss, implementation=implementation), WANTED[wanted])
 
 
 def measured(
     arguments: tuple[Any, ...], implementations: Sequence[str], seconds: float, settling: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the time and the memory of each program. All programs are first compiled in parallel.
-
-    Args:
-      seconds: the least duration of a round.
-      settling: the largest number of seconds for which a program runs before the first round.
-    """
+    """Yield the time and the memory of each program. All programs are first compiled in parallel."""
     programs = [(implementation, wanted) for implementation in implementations for wanted in WANTED]
     lowered = [jax.jit(gradients(*program)).lower(*arguments) for program in programs]
     with concurrent.futures.ThreadPoolExecutor() as pool:

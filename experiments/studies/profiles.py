@@ -4,13 +4,12 @@
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE. By
-default it runs in float32 with "pallas" and "default" precision. One call is profiled: jaxbp's kernels and the products
-of cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
+default it runs in float32 with "pallas" and "default" precision. The profile has jaxbp's kernels, the products of
+cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
 
-All workloads are first compiled without the profiler, into a separate cache. Then each workload runs in a separate
-process under the profiler, so that a failure affects only its rows. The profiler runs each kernel several times, to
-read a few counters each time. In between, it restores the kernel's memory and flushes the caches. The times are
-therefore for an isolated kernel with cold caches, and are longer than in the program. CUDA graphs are disabled.
+Each workload runs in a separate process under the profiler, so that a failure affects only its rows. The profiler runs
+each kernel several times, restores its memory, and flushes the caches. The times are therefore for an isolated kernel
+with cold caches, and are longer than in the program. CUDA graphs are disabled.
 
 Each row contains:
 
@@ -85,7 +84,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload that the command line names, with its batch size, dtype, implementation, and precision."""
+    """A workload that the command line names."""
 
     workload: Workload
     batch: int

@@ -3,9 +3,9 @@
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument contains the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in
-a child process and leaves no files. Concurrent runs (`--processes`) slow each other down, which makes their times
-unreliable. The result file has one row per setting and seed. It is rewritten after each run.
+Each argument contains the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
+files. Concurrent runs (`--processes`) slow each other down, which makes their times unreliable. The result file has one
+row per setting and seed, and is rewritten after each run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""A pair of the arguments of `experiments.train`, as text, and the seed."""
+"""The arguments of `experiments.train`, as text, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The report on a trained logic network: relaxed and hardened accuracy, gates, and the code and speed of the circuit."""
+"""The report on a trained logic network: its accuracies and gates, and the code and speed of the circuit."""
 
 import io
 import shutil
