@@ -7,7 +7,6 @@ if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
     _print_traceback = sys.excepthook
 
     def _print_one_line(kind, error, trace):
-        """Print one line if Ctrl-C is pressed while modules are imported."""
         if issubclass(kind, KeyboardInterrupt):
             print("stopped", file=sys.stderr)
         else:

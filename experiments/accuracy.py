@@ -1,8 +1,7 @@
 """Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5. If only the
-implementation loses digits there, and not autodiff, the implementation is faulty. Usually its forward keeps a rounded
-number for the backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5. If an
+implementation loses digits and autodiff does not, usually its forward keeps a rounded number for the backward.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ NEARLY_ALL = 0.95
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""The number of roundings (of ε/2) that an error may always have. Half precisions are rounded only once, at the end."""
+"""The number of roundings (of ε/2) that an error may always have. Half precisions round only once, at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Accuracy:
 
     Attributes:
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      place: the location of the data.
       error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's or of autodiff's (`native`) result, and e
         is the same row in float64.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. Above 1 it is a failure.
@@ -102,8 +100,7 @@ def accuracy(
 def _program(drawn, implementation):
     """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, for all ops.
 
-    All arrays have two leading axes, for the locations and the draws. The compiler must keep every rounding, although
-    by default it may drop roundings between fused operations.
+    All arrays have leading axes for the locations and the draws. The compiler must keep every rounding.
     """
 
     def run(arrays):
@@ -145,8 +142,6 @@ def _draw(cases, draws):
 
 
 class _Drawn:
-    """The floating arguments of an op, in several random draws."""
-
     def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
         self.entry, self.case, self.values = entry, case, values
         self.arguments = take_apart(entry.function, arguments)
@@ -191,13 +186,10 @@ class _Drawn:
 
 
 def _differ(values):
-    """Return whether, in every draw, all numbers are different."""
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
 class _Errors(NamedTuple):
-    """The fields of the same names of `Accuracy`."""
-
     error: float
     native: float
     excess: float
@@ -207,8 +199,7 @@ def _errors(dtype, actual, native, exact, by_formula):
     """Return the `_Errors` of a result, counting only elements that the dtype can hold; None if it can hold none.
 
     `exact` and `by_formula` compute the result in float64 in two ways. Their difference is added to the allowed error.
-    If autodiff is wrong by more than a few roundings in some rows, sums cancel, and rows may be correct by chance. The
-    median over rows is then compared.
+    If autodiff loses more than a few roundings, sums cancel and rows may be correct by chance, so the median counts.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

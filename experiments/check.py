@@ -6,11 +6,10 @@
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
     python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
-The exit code is 1 if an implementation failed. One line per failure shows the worst element. The documentation of
-`jaxbp.verify.check` describes the comparisons. Two options select other checks:
+One line per failure shows the worst element, and the exit code is 1. The documentation of `jaxbp.verify.check`
+describes the comparisons. Two options select other checks:
 
-- `--accuracy` compares the error against float64 with autodiff's error, for several offsets and scales of the data
-  (`experiments.accuracy`).
+- `--accuracy` compares the error against float64 with autodiff's error (`experiments.accuracy`).
 - `--repeat` runs each op with its gradients repeatedly, on a GPU at realistic sizes, and compares the bits.
 """
 
@@ -133,7 +132,6 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
 
 
 def repeat_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
-    """Check that repeated runs of an op and its gradients give the same bits."""
     cases, rows = entry.real.values() if jax.default_backend() == "gpu" else [entry.small], []
     for case, implementation in itertools.product(cases, config.implementations):
         data = f"{config.repeat} runs"

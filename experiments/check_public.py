@@ -1,7 +1,7 @@
 """Check autodiff's gradients of public functions, from JAX and from packages based on JAX. All must pass.
 
-    python -m experiments.check_public                           # functions of all installed packages, three seeds each
-    python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
+python -m experiments.check_public                           # functions of all installed packages, three seeds each
+python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from experiments.public_functions import PublicFunction, public_functions
 from jaxbp.verify import CheckResult, check
 
 CLEARED_EVERY = 20
-"""Number of functions after which JAX's compilation caches are cleared."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Done:
     Attributes:
       results: the results that the task yielded before it or its process ended.
       death: how the process ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s"; else None.
-      said: if the process died, the last text that it wrote to stderr during the task.
+      said: the last text that a process that died wrote to stderr.
     """
 
     task: Any
@@ -77,7 +77,6 @@ def share_gpus() -> None:
 
 
 class _Child:
-
     def __init__(self, work: Callable):
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed when the process dies)
         self.connection, theirs = _SPAWN.Pipe()
@@ -87,7 +86,6 @@ class _Child:
         self.is_free, self.has_started = True, False
 
     def do(self, task: Any, limit: float) -> Done:
-        """Run a task, and return its outcome. If the process dies, it is not used again."""
         results = []
         try:
             self.has_started = self.has_started or self.connection.recv()
@@ -117,7 +115,6 @@ class _Child:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    """Run the tasks that arrive through the connection, in a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
     connection.send(True)  # the process has started

@@ -68,7 +68,6 @@ class CompareConfig(Generic[Config]):
 def main(args: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if args is None else args) or [""]
     if name in EXPERIMENTS:
-        # With the parser of one experiment, hints for an unknown option name no other experiment.
         config = EXPERIMENTS[name]
         command = f"experiments.compare {name}"
         return run_command(_main, CompareConfig[config], command, rest, description=inspect.getdoc(config))

@@ -3,9 +3,8 @@
     python -m experiments.kill                                   # LeNet on the digits, 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-Kills come at any time, shortly after a checkpoint, or while the process writes a file. The signals alternate between
-SIGKILL, SIGTERM, and SIGHUP. After each kill, the newest checkpoint must be intact. The exit code is 1 if the final
-bits differ.
+Kills come at any time, shortly after a checkpoint, or while the process writes a file. After each kill, the newest
+checkpoint must be intact. The exit code is 1 if the final bits differ.
 """
 
 import contextlib

@@ -124,7 +124,7 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return functions of JAX, the reimplementations in this file, and functions of the installed packages."""
+    """Return functions of JAX, of this file, and of the installed packages."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():

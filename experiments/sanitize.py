@@ -253,7 +253,7 @@ def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
-    """Return the outcome of a process with this exit code, which is None after a timeout."""
+    """Return the outcome of a process. After a timeout, its exit code is None."""
     summaries = [int(count) for count in SUMMARY.findall(text)]
     if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
         return "found"

@@ -74,7 +74,6 @@ class Command(NamedTuple):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: see `experiments/output/errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     return exit_code(lambda: _main(args))
 
@@ -92,7 +91,6 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _lead(args: Sequence[str], command: "Command") -> int:
-    """Run the training in the only process, or in process 0."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.as_json(configs.to_dict(config)), end="", flush=True)
@@ -154,7 +152,6 @@ def parse(args: Sequence[str]) -> Command:
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
     if name in configs.EXPERIMENTS:
-        # With the parser of one experiment, hints for an unknown option name no other experiment.
         config = _with_options(configs.EXPERIMENTS[name])
         options = dict(default=config(**vars(saved))) if saved else dict(config=flags)
         parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{PROGRAM} {name}", **options)
@@ -170,7 +167,6 @@ def parse(args: Sequence[str]) -> Command:
 
 
 def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
-    """Return the saved settings of the run that the arguments resume, or None."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
     options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
@@ -241,7 +237,6 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
-    """Draw the curves so far, and return an exception that says how to resume."""
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
@@ -253,8 +248,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    It adds the fields of a run to `experiments/output/results.py`. Fields in seconds are sums over the epochs.
-    `test_accuracy` is from the last epoch, and `images_per_second` is the mean over the training of all epochs.
+    Fields in seconds are sums over the epochs, and `images_per_second` is the mean over the training of all epochs.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size

@@ -79,27 +79,23 @@ class AutomatonConfig(TrainingConfig):
     visible: ClassVar[int] = 1
     """The number of visible channels. They are the first channels, and only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether the target is also defined on grids of other sizes than `grid`."""
+    """Whether the target is also defined on grids of other sizes."""
     steps: ClassVar[int]
     """The number of ticks from the start state to the state in the loss."""
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
     """The number of perception kernels, and the number of gates in each layer of a kernel."""
     update: ClassVar[Sequence[int]]
-    """The number of gates in each update layer."""
     published: ClassVar[tuple[Recipe, int]]
-    """The published recipe and its number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
     """The defaults of the recipe "hardening"."""
     hardening: ClassVar[tuple[int, int] | None] = None
     """The numbers of updates and of epochs in the recipe "hardening"; None for the published numbers."""
     stands: ClassVar[bool] = False
-    """Whether a correct example must also be correct after twice the number of ticks."""
     test_examples: ClassVar[int] = 32
     trials: ClassVar[int] = 256
     """The number of unseen start states in the test of the hardened automaton; 1 if all starts are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
-    """The size of the grid in the pictures; None for `grid`."""
 
     recipe: Literal["hardening", "published"] = "hardening"
     """Values of the settings that are None: chosen for hardening, or as published."""
@@ -194,7 +190,7 @@ class AutomatonConfig(TrainingConfig):
             np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
             for n in (in_an_epoch, self.test_examples)
         )
-        # A prediction says whether the example is correct, so the target of every example is True.
+        # A prediction says whether the example is correct, so all targets are True.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
@@ -213,7 +209,6 @@ class AutomatonConfig(TrainingConfig):
     def starts(
         self, seeds: UInt32[Array, " batch"], grid: tuple[int, int] | None = None
     ) -> Bool[Array, "batch height width channels"]:
-        """Return the start states for these seeds, on the grid of training or on another grid."""
         raise NotImplementedError
 
     def targets(self, starts: Bool[Array, "batch height width channels"]) -> Bool[Array, "... height width visible"]:
@@ -221,7 +216,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of the setting `field`, which grows linearly from 0 after `hard_from`, at an update."""
+        """Return the value of a setting that grows linearly from 0 after `hard_from`, at an update."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after
@@ -248,7 +243,6 @@ class AutomatonConfig(TrainingConfig):
         return losses + penalty, right
 
     def penalty(self, logits: PyTree, update: Int[Array, ""]) -> Float[Array, ""]:
-        """Return the term that `certainty` adds to the loss."""
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
 
@@ -263,7 +257,6 @@ class AutomatonConfig(TrainingConfig):
         return losses, right
 
     def _starts_and_key(self, examples, grid=None):
-        """Return the start states of the examples, and a key for other random choices."""
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
@@ -306,7 +299,6 @@ class AutomatonConfig(TrainingConfig):
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
-    """Apply the function to the logits of every layer, with a different key for each layer."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])

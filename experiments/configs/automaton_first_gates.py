@@ -1,8 +1,8 @@
 """The input, a or b, that each gate of an automaton first passes on.
 
-If every gate passes on one of its inputs, a tick only moves values: each channel of a cell becomes one channel of one
-cell in its neighborhood. `drawn` chooses the inputs at random. `returning` draws until the value of the first channel
-returns to it after two ticks. `separating` takes the draw with the fewest `confused` cells.
+If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. `drawn`
+chooses the inputs at random. `returning` draws until the value of the first channel returns to it after two ticks.
+`separating` takes the draw with the fewest `confused` cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b, with one array per layer of perception, and per layer of update."""
+"""Whether each gate passes on its input b, as one array per layer of perception and of update."""
 MOST_DRAWS = 20_000
 """The largest number of draws that `returning` tries. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
@@ -23,7 +23,7 @@ SEPARATING_DRAWS = 200
 
 
 def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
-    """Return the first draw with which the value of the first channel returns to it after two ticks, or None."""
+    """Return the first draw for which `_returns`, or None."""
     for _ in range(MOST_DRAWS):
         drawn = draw()
         if _returns(_sources(automaton, *drawn)):
@@ -41,8 +41,7 @@ def separating(
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
     """Return how many cells of the last state are wrong if cells apply the best function to their neighborhoods.
 
-    Until the last tick, all gates pass on one input as drawn. If cells with equal neighborhoods have different targets,
-    no function is right for all of them.
+    If cells with equal neighborhoods have different targets, no function is right for all of them.
 
     Args:
       start: the start state, (height, width, channels).
@@ -59,7 +58,6 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    """Return the parameters of gates with the inputs a and b exchanged."""
     order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
@@ -71,7 +69,7 @@ def _sources(
 ) -> list[tuple[int, int]]:
     """Return, for each channel, the channel and the cell of the neighborhood from which it takes its value in a tick.
 
-    The nine cells of the neighborhood are numbered in row-major order.
+    The nine cells are numbered in row-major order.
     """
 
     def passed_on(part, chosen):

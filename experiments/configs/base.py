@@ -28,8 +28,6 @@ Config = TypeVar("Config", bound="TrainingConfig")
 
 
 class Recipe(NamedTuple):
-    """The default values of the settings that depend on the dataset."""
-
     batch_size: int
     epochs: int
     learning_rate: float
@@ -64,12 +62,12 @@ class TrainingConfig:
     """The settings that every experiment shares.
 
     Raises:
-      UserError: (a ValueError) for an invalid value, naming the field, the value, and the wanted values.
+      UserError: (a ValueError) for an invalid value.
     """
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
-    """Bound to which the absolute value of every element of the gradients is clipped, or None."""
+    """The largest absolute value of an element of the gradients, or None."""
     independent: ClassVar[bool] = True
     """Whether the loss of an example does not depend on the other examples of its batch."""
     examples: ClassVar[str] = "images"
@@ -115,7 +113,7 @@ class TrainingConfig:
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
-        """Return the same run with more epochs of the same length, which the learning rate schedule spans."""
+        """Return the same run with more epochs of the same length."""
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
@@ -123,7 +121,6 @@ class TrainingConfig:
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
-        """Build the model, with parameters drawn from `key`, and its loss."""
         raise NotImplementedError
 
     def load(self) -> Dataset:
@@ -134,7 +131,6 @@ class TrainingConfig:
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
-        """Return the loss function for the test set, given the loss function for training."""
         return loss
 
     def augmentation(self) -> Augment | None:
@@ -148,7 +144,6 @@ class TrainingConfig:
                 object.__setattr__(self, field, value)
 
     def _check_type(self, field: dataclasses.Field) -> None:
-        """Require a value of the annotated type, and a number in the `Range` of the annotation."""
         kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
         kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         value = getattr(self, field.name)
@@ -171,7 +166,6 @@ class TrainingConfig:
 
 
 def to_dict(config: TrainingConfig) -> dict[str, Any]:
-    """Convert the config to plain values for JSON, with the name of the experiment first."""
     fields = {field: str(value) if isinstance(value, Path) else value for field, value in vars(config).items()}
     return {"experiment": config.name} | fields
 
@@ -196,7 +190,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ and affect the results of a run, as a dict from field to (saved, new) value."""
+    """Return the fields that affect the results of a run and differ, as a dict from field to (saved, new) value."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])

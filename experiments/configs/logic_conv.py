@@ -10,10 +10,8 @@ Fashion-MNIST has:
 
 With the gates of a kernel counted at every position, it has 8939 k gates, and 657 k in the or-pools. The sizes s (k =
 16), m (64), and l (132) have 143,024, 572,096, and 1,179,948 gates; the published ones 147,000, 566,000, and 1,270,000.
-The paper pads the second and third convolutions and has a third pool, which would give 11,564 k and 999 k gates.
-
-For CIFAR-10, four convolutions have k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools. For digits, there
-are two convolutions and two layers of gates.
+The paper pads the second and third convolutions and has a third pool, which would give 11,564 k and 999 k gates. For
+CIFAR-10, four convolutions have k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
@@ -37,8 +35,6 @@ SizeName = Literal["s", "m", "l"]
 
 
 class Size(NamedTuple):
-    """The default values of the settings that depend on the dataset and on the setting `size`."""
-
     kernels: int
     tau: float
     levels: int

@@ -68,8 +68,6 @@ CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
 
 class Dataset(NamedTuple):
-    """Images with values in [0, 1] and their labels, 0 to 9."""
-
     train_images: Float32[np.ndarray, "train channels height width"]
     train_labels: Int32[np.ndarray, " train"]
     test_images: Float32[np.ndarray, "test channels height width"]
@@ -87,10 +85,9 @@ def load(
     """Load a dataset.
 
     Args:
-      name: the dataset. Digits needs no folder.
       data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded; or of CIFAR-10's
         binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
-      mirrors: base addresses to download from, tried one after the other. None: the official addresses.
+      mirrors: base addresses to download from, tried in this order. None: the official addresses.
       md5: the checksums of files that may be downloaded, by name. None: the official checksums.
 
     Raises:
@@ -123,8 +120,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
     """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`.
 
     Raises:
-      UserError: (a ValueError) for a corrupt gzip file, a wrong magic number, items of another shape, no items, more
-        than `MOST_ITEMS` items, or a number of bytes that does not match the header.
+      UserError: (a ValueError) for a corrupt file, items of another shape, or more than `MOST_ITEMS` items.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
@@ -160,8 +156,8 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # As in MNIST, the digit fills a box of 20 x 20 pixels. Without this margin, convolutions without padding would lose
-    # strokes at the edge. The clip removes the overshoot of the cubic interpolation.
+    # As in MNIST, the digit fills a box of 20 x 20 pixels, so that unpadded convolutions do not lose strokes. The clip
+    # removes the overshoot of the cubic interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -212,7 +208,7 @@ def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
-    """Reject MNIST's files for Fashion-MNIST and vice versa, which have the same names and shapes."""
+    # MNIST and Fashion-MNIST have files with the same names and shapes.
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     for dataset, known in MD5.items():

@@ -6,14 +6,13 @@
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
 A case is an op of the catalogue with random shapes and options, in one implementation and dtype, with data of one of
-the kinds in `program.DATA`. The op is called directly or through a transformation of JAX, such as vmap or scan. A case
-depends only on the seed and its number. The reference is autodiff in float64 of the op's plain formula or of a function
-of `references.py`. `jaxbp/verify/judge.py` describes the comparison.
+the kinds in `program.DATA`. The op is called directly or through a transformation of JAX, such as vmap or scan. The
+seed and the number of a case determine it. `jaxbp/verify/judge.py` describes the comparison with autodiff in float64.
 
 Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, the case counts
-as a crash. If the case crashes with autodiff as well, the fault is in JAX, not in jaxbp. A failing case is reduced
-while it still fails, and printed as Python code. The exit code is 1 after a failure, or after a crash that autodiff
-does not share. In addition to `experiments/output/results.py`, the JSON file contains:
+as a crash. If it crashes with autodiff as well, the fault is in JAX. A failing case is reduced while it still fails,
+and printed as Python code. The exit code is 1 after a failure, or after a crash that autodiff does not share. In
+addition to `experiments/output/results.py`, the JSON file contains:
 
     seed, cases            numbers 0 to cases - 1 were drawn
     seconds                the time that these cases took
@@ -45,7 +44,6 @@ from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import kernels_run
 
 KEPT_EVERY = 20
-"""Seconds between two writes of the JSON file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +72,6 @@ class FuzzConfig:
 
 @dataclasses.dataclass
 class Found:
-
     cases: int = 0
     seconds: float = 0.0
     refused: int = 0
@@ -86,7 +83,6 @@ class Found:
     crashes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, done: Done) -> Iterator[str]:
-        """Count the outcomes of a task, and yield a text for each failure and crash."""
         task, program = done.task, done.task.program
         outcomes = {outcome.draw: outcome for outcome in done.results}  # the reduced case of a draw comes last
         for draw, outcome in outcomes.items():
@@ -167,7 +163,6 @@ def _done(tasks: Iterable[Task], config: FuzzConfig) -> Iterator[Done]:
 
 
 def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzConfig) -> None:
-    """Run each crashed case with autodiff, and record how it ends."""
     tasks = [
         dataclasses.replace(whole, number=number, draws=(draw,), implementation="autodiff")
         for number, draw in (divmod(crash["number"], len(DATA)) for crash in crashes)

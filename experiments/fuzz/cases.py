@@ -24,7 +24,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws of shapes and options until the plain formula accepts them."""
+"""The largest number of draws until the plain formula accepts the shapes and options."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
@@ -62,7 +62,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the small case of the catalogue with random sizes, and in some cases one leading axis more or less."""
+    """Return the catalogue's small case with random sizes, and in some cases one leading axis more or less."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -249,7 +249,6 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """Return a case for the public backward of a function, given a case of the function."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))

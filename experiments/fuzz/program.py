@@ -154,7 +154,6 @@ def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool)
 
 
 def smaller(program: Program) -> list[Program]:
-    """Return simpler programs that the plain formula accepts."""
     found = []
     if program.transformation != "plain":
         found.append(dataclasses.replace(program, transformation="plain"))

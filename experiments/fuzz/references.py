@@ -67,4 +67,3 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
 }
-"""Maps the names of ops to functions of the same arrays and options."""

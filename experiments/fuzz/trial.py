@@ -19,7 +19,7 @@ EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
 """The tolerance for float32, stricter than in `check`, so that it finds formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
+"""TF32 has as many digits as float16. Products of float32 use it unless full precision is requested."""
 HEADROOM = 4
 """A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor, because the
 terms of a sum may be larger than the sum."""
@@ -49,11 +49,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result for these values, or None.
-
-        Raises:
-          NotImplementedError: if the implementation does not support the program.
-        """
+        """Return a description of the first wrong result for these values, or None; or raise NotImplementedError."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)

@@ -17,7 +17,6 @@ from jaxbp.verify.arguments import Arguments
 MOST_TRIALS = 15
 """The largest number of trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
-"""Number of programs after which JAX's compilation caches are cleared."""
 REFUSED = "refused"
 """The outcome of a program that a kernel does not support."""
 _tasks = itertools.count(1)
@@ -25,8 +24,6 @@ _tasks = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A random program and the draws of its data, both determined by the fields."""
-
     seed: int
     number: int
     ops: tuple[str, ...]
@@ -52,7 +49,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw. After a failure, also yield the outcome of the reduced case, with its code."""
+    """Yield one outcome per draw, and after a failure the outcome of the reduced case, with its code."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):
@@ -88,7 +85,7 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Draw arguments and cotangents. They depend on the program, on the task's seed and number, and on `draw`."""
+    """Draw arguments and cotangents, depending on the program, the task's seed and number, and `draw`."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])

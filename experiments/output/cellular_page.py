@@ -80,7 +80,6 @@ def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
 
 
 def _lines(circuit: CellularCircuit) -> list[str]:
-    """Return the JavaScript statements that update one word of cells."""
     netlist, lines = circuit.netlist, []
     read = {*netlist.a.tolist(), *netlist.b.tolist(), *netlist.results.tolist()}
     for i in sorted(read & set(range(netlist.inputs))):

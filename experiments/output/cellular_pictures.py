@@ -82,7 +82,6 @@ def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side
 
 
 def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: int) -> Int[np.ndarray, "..."]:
-    """Return the color of each cell as an index into the palette."""
     if visible not in PALETTES or states.shape[-1] < visible:
         raise ValueError(
             f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the state's channels"
@@ -91,7 +90,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of frames per run: the first tick, the last tick, and some ticks between them."""
+    """Return a PNG with one row of frames per run, from the first tick to the last tick."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)

@@ -23,7 +23,6 @@ _TEXT = "#010203"
 
 
 def page(report: Report) -> str:
-    """Return the page: the training curves, followed by the comparison."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""

@@ -35,7 +35,7 @@ class Stopped(KeyboardInterrupt):
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(config, command)`, where `command` is the text of it, and return the exit code.
+    """Parse the command line, call `run(config, command)`, where `command` is its text, and return the exit code.
 
     Args:
       config: a dataclass, or a union of subcommands.
@@ -106,7 +106,6 @@ def kept_in(path: Path | None) -> Iterator[None]:
 
 
 def _in_words(error: OSError) -> str:
-    """Return the file and the reason of an error, without the error number."""
     return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
 
 

@@ -1,13 +1,13 @@
 """The fields that all result files share. A result file is a JSON object with these fields and those of its command:
 
-    schema     1
-    command    the command line
-    date       ISO 8601, UTC
-    commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
-    device     JAX's name for the kind of device
-    platform   "cpu", "gpu", ...
-    versions   the versions of Python, jaxbp, and the packages that it uses
-    note       further information for the reader; optional
+schema     1
+command    the command line
+date       ISO 8601, UTC
+commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
+device     JAX's name for the kind of device
+platform   "cpu", "gpu", ...
+versions   the versions of Python, jaxbp, and the packages that it uses
+note       further information for the reader; optional
 """
 
 import json
@@ -28,7 +28,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable that names the commit of files without Git history."""
+"""An environment variable with the commit of files without Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -61,7 +61,6 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def to_json(report: Mapping[str, Any]) -> bytes:
-    """Convert the report to indented JSON. Raise an error for numbers that are not finite."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
 
 

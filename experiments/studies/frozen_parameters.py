@@ -65,8 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`: adapters and frozen parameters, one entry per block, and x and dy
-    `(rows, features)`."""
+    """Return the arguments of `loss`: adapters and frozen parameters per block, and x and dy `(rows, features)`."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -110,7 +109,6 @@ def gradients(implementation: jaxbp.pairing.Implementation, wanted: str) -> Call
 def measured(
     arguments: tuple[Any, ...], implementations: Sequence[str], seconds: float, settling: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the time and the memory of each program. All programs are first compiled in parallel."""
     programs = [(implementation, wanted) for implementation in implementations for wanted in WANTED]
     lowered = [jax.jit(gradients(*program)).lower(*arguments) for program in programs]
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -117,7 +117,6 @@ def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mappi
 
 
 def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Compile one step of each workload for `COMPILED_FOR` GPUs, without and with `OVERLAPPING`."""
     sys.path.insert(0, str(ROOT / "tests"))
     from ahead_of_time import gpus
 

@@ -63,7 +63,6 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Launch
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
 """Pattern for the names of the profiled kernels."""
 SECONDS = 100
-"""Seconds after which a process under the profiler is killed."""
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

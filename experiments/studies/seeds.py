@@ -94,7 +94,6 @@ def trained(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> dict[str, Any]:
-    """Return numbers that describe the hardened circuit of an automaton or a convolutional logic network."""
     if isinstance(config, AutomatonConfig):
         circuit = model.harden().seen(config.visible)
         shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)
@@ -115,7 +114,7 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
 
 
 def c_compiler() -> dict[str, str]:
-    """Return the names of the processor and the C compiler, which affect the speed of a circuit's C code."""
+    """Return the names of the processor and the C compiler."""
     cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
     found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
     named = {"processor": found[1]} if found else {}

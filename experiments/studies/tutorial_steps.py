@@ -48,7 +48,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def steps() -> Mapping[str, Callable]:
-    """Run the code of the page, and return its kernels by the names of their steps."""
     code = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     namespace: dict[str, Any] = {"__name__": PAGE.stem}
     for block in code:

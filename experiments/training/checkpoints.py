@@ -64,7 +64,6 @@ class Checkpoint:
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The arrays of the state, by path, which are read on first access."""
         with self._orbax() as (orbax, state):
             restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self.shapes}
             restored = orbax.restore(state, restore_args=traverse_util.unflatten_dict(restore, sep="/"))
@@ -94,7 +93,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         remove(checkpoint.path)  # the run did not resume from a folder of this epoch, so it is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. When the run resumes, the folder is removed.
+        # After Ctrl-C, threads of Orbax may still write into the folder. The next resumption removes it.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -103,7 +102,6 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
 
 
 def write_run(checkpoint: Checkpoint, path: Path) -> None:
-    """Write `run.json`, which holds everything but the state, into the folder `path`."""
     run = {field: value for field, value in vars(checkpoint).items() if field not in ("folder", "shapes", "arrays")}
     run["sha256"] = _checksum(json.dumps(run).encode())
     write_atomically(path / RUN, json.dumps(run, indent=1).encode())
@@ -156,7 +154,6 @@ def _for_orbax(folder: Path) -> Iterator[Path]:
 
 
 def _orbax():
-    """Return an Orbax checkpointer that does not wait for other processes."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -195,7 +192,6 @@ def epochs(folder: Path) -> list[int]:
 
 
 def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
-    """Convert a state to a dict from paths to arrays."""
     return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
 
 
@@ -206,7 +202,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 
 
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
-    """Raise BrokenRun unless the arrays, or only their shapes, have the paths, shapes, and dtypes of `like`.
+    """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
     Check the shapes before arrays are read. A small file can claim an array that does not fit in memory.
     """

@@ -32,7 +32,6 @@ def compiled_classifier(
 
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Call a C function on packed samples, and return `result`, which it fills."""
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
         raise MemoryError("the compiled circuit could not allocate memory")

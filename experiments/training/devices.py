@@ -1,7 +1,4 @@
-"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch.
-
-The devices form a mesh with one axis, along which the examples of a batch are divided.
-"""
+"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch."""
 
 from collections.abc import Callable
 
@@ -18,8 +15,6 @@ EXAMPLES = "examples"
 
 def number_of(config: TrainingConfig) -> int:
     """Return the number of devices that a run uses; by default, the largest number that divides the batch.
-
-    Every process contributes the same number of devices.
 
     Raises:
       UserError: (a ValueError) for more devices than are present, or a batch that cannot be divided evenly among them.
@@ -40,7 +35,6 @@ def number_of(config: TrainingConfig) -> int:
 
 
 def mesh_of(config: TrainingConfig) -> Mesh:
-    """Return the mesh of a run, or raise the errors of `number_of`."""
     devices = number_of(config)
     first = [device for each in _of_each_process() for device in each[: devices // jax.process_count()]]
     return jax.make_mesh((devices,), (EXAMPLES,), axis_types=(AxisType.Auto,), devices=first)
@@ -61,8 +55,8 @@ def shares(mesh: Mesh) -> NamedSharding:
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return `loss(params, inputs, targets)` for a divided batch: each device computes the losses of its examples.
 
-    The gradient with respect to the parameters is summed over the devices in the dtype of the parameters. Without this
-    function, XLA would sum in the dtype in which the model computes.
+    The gradient of the parameters is summed over the devices in their dtype. Without this function, XLA would sum in
+    the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
     # `check_vma` requires that kernels declare the mesh axes along which their results vary. jaxbp's kernels do not.

@@ -27,10 +27,8 @@ from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(params, inputs, targets) -> (loss per example, predictions)`."""
 
 Share = Callable[[Array], Array]
-"""A function that divides a batch among the devices."""
 
 # cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner may choose another algorithm in every
 # process. With deterministic ops, repeated and resumed runs give the same bits on a GPU.
@@ -62,7 +60,7 @@ class Metrics(NamedTuple):
     compile_seconds: float
     """Seconds of compilation before this epoch: 0 in all epochs but the first of a process."""
     loss_scale: float | None = None
-    """The factor by which the loss is scaled after this epoch, or None if the loss is not scaled."""
+    """The factor of the loss after this epoch, or None."""
     skipped_steps: int = 0
     """Number of steps whose loss or gradients were not finite, which changed only the loss scale."""
 
@@ -70,8 +68,8 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""The largest mean loss of an epoch, and the largest parameter, of a run that has not diverged. Before training, all
-losses are below 1e3. Where the choices of gates are constant, the loss cannot grow, and only parameters diverge."""
+"""The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
+1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between runs with the same settings. All other metrics have the same bits."""
 
@@ -85,7 +83,6 @@ class Training:
     model: nnx.Module
     """The model, without the current parameters."""
     constants_checksum: str | None
-    """The checksum of the variables that are not trained (`constants_checksum`)."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies, finite)`, which overwrites the buffers of `state`."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
@@ -155,7 +152,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
 def _compiled(
     train: Callable, evaluation: Callable, state: TrainState, dataset: Dataset, key: PRNGKeyArray, mesh: Mesh
 ) -> tuple[Callable, Callable, float]:
-    """Compile the two functions for data on the devices, and return them with the seconds of compilation."""
+    """Compile both functions for data on the devices, and return them with the seconds of compilation."""
     train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
     started = time.perf_counter()

@@ -1,10 +1,8 @@
 """Train one model in several processes. Each process uses the devices that it sees.
 
-Process 0 has the settings, writes the run directory, and prints. In addition to JAX's connections, each other process
-has a connection to process 0, on the port after the coordinator's port. It receives the settings there. When a process
-ends, the operating system closes its connections, and the other processes end as well.
-
-A process introduces itself with one line that ends with a token. Process 0 closes all other connections.
+Process 0 has the settings, writes the run directory, and prints. Each other process has a connection to process 0, on
+the port after the coordinator's port, over which it receives the settings. When a process ends, its connections close,
+and the other processes end as well. A process introduces itself with one line that ends with a token.
 """
 
 import argparse
@@ -33,15 +31,13 @@ from experiments.output.errors import UserError, exit_code
 TOKEN = "JAXBP_TOKEN"
 """An environment variable with the token. If it is not set, process 0 generates and prints a token."""
 START_SECONDS = 300
-"""The time limit for all processes to connect."""
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
 """Limits of the line with which another process introduces itself."""
 SETTINGS_BYTES = 2**16
-"""The largest number of bytes of the settings."""
 POLL_SECONDS = 0.1
 """The longest wait until process 0 notices a process that has introduced itself."""
 PARTING_SECONDS = 2
-"""The number of seconds within which the other processes must notice that a process has ended."""
+"""The time in which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keepalive, two times in seconds and a count of probes, which finds a lost connection after half a minute."""
 ENDS = "the run ends, and --resume continues it if it has a checkpoint"
@@ -51,8 +47,6 @@ DONE = b"."
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The number of this process, the number of all processes, and the address of process 0."""
-
     host: str
     port: int
     process: int
@@ -146,7 +140,6 @@ class Joined:
         return command()
 
     def _watch(self, process):
-        """Wait until another process ends, then end this process."""
         try:
             said = self._links[process].recv(1)
         except OSError:
@@ -173,7 +166,6 @@ class Joined:
 
 
 def _listen(place):
-    """Wait for the other processes to connect, and return their connections."""
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
     # If its port is in use, JAX's coordinator crashes. The port is therefore held until it starts.
@@ -196,7 +188,6 @@ def _listen(place):
 
 
 def _bound(place, port):
-    """Return a server at a port of process 0's address."""
     try:
         return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
     except OSError as error:
@@ -208,7 +199,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Put a connection and the two words of its first line into the queue if the token is right; else close it."""
+    """If the token is right, put the connection and the other two words of its first line into the queue."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -220,7 +211,7 @@ def _introduce(link, token, introduced):
 
 
 def _number(process, processes, place, missing):
-    """Return the number of a process. Raise an error unless it is missing, and it expects as many processes."""
+    """Return the number of a process, or raise UserError unless it is missing in this run."""
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
         raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")
@@ -228,7 +219,6 @@ def _number(process, processes, place, missing):
 
 
 def _call(place):
-    """Connect to process 0, and receive the settings."""
     if not (token := os.environ.get(TOKEN)):
         raise UserError(f"the environment variable {TOKEN} is not set; wants the token of process 0, which prints it")
     link = _connected(place.host, place.port + 1)
@@ -241,7 +231,6 @@ def _call(place):
 
 
 def _connected(host, port):
-    """Connect to process 0, and retry until it listens."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:

@@ -99,10 +99,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 class RunDirectory:
     """A context manager that writes the files of a run, and keeps other processes out of the directory.
 
-    Attributes:
-      config: the settings. A resumed run may have more epochs, other devices, and another folder of the data than the
-        saved settings.
-      metrics: the metrics of every completed epoch.
+    The settings `config` of a resumed run may differ from the saved settings in the number of epochs and the devices.
     """
 
     def __init__(self, config: Config):
@@ -141,7 +138,6 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
         return self._checkpoint is not None
 
     @property
@@ -158,10 +154,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the state of the checkpoint, or `initial` in a new directory.
 
-        `constants` is the checksum of the model's variables that are not trained.
-
         Raises:
-          BrokenRun: if the checkpoint is of another model, or of a model with other constants.
+          BrokenRun: if the checkpoint is of another model, or `constants`, its checksum of fixed variables, differs.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -264,7 +258,6 @@ def _check_is_free(path: Path) -> None:
 
 
 def _check_is_run(path: Path) -> None:
-    """Raise UserError unless a run has begun in the directory."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):

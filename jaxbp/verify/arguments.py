@@ -1,4 +1,4 @@
-"""Turn a function of any arguments into a function of its floating arrays, each of which has a name for reports."""
+"""Turn a function of any arguments into a function of its floating arrays, each with a name for reports."""
 
 import dataclasses
 import functools
@@ -25,10 +25,7 @@ def floats(tree: Any) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a function, as a flat list of arrays.
-
-    The name of an array is the parameter's name, followed by the path within a pytree.
-    """
+    """The positional arguments of a function, as a flat list of arrays. A name is a parameter's name and a path."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -60,7 +57,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` with only floating arrays as arguments, and a list of them as results."""
+        """Return `function` as a function from its floating arrays to the list of its floating results."""
 
         def call(*values):
             values = iter(values)
@@ -70,7 +67,6 @@ class Arguments:
 
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
-    """Return the positional arguments of `function` as `Arguments`."""
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
@@ -95,10 +91,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with `implementation=None` bound, if "autodiff" is not one of its implementations.
-
-    In other packages, `implementation=` may have another meaning.
-    """
+    """Return `function` with `implementation=None` bound if it has no "autodiff", because it is not from jaxbp."""
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)
@@ -117,14 +110,13 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
 
 
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its options bound, and with the implementation if the function takes one."""
     if takes_implementation(function):
         options = {**options, "implementation": implementation}
     return functools.partial(function, **options)
 
 
 def takes_implementation(function: Callable) -> bool:
-    """Return whether a function has the parameter `implementation`, which `functools.partial` has not bound yet."""
+    """Return whether a function has the parameter `implementation`, not yet bound by `functools.partial`."""
     if isinstance(function, functools.partial) and "implementation" in function.keywords:
         return False
     try:

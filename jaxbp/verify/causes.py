@@ -5,11 +5,11 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""If a factor differs from 1 by less than this fraction, the text gives the difference in percent."""
+"""A factor that differs from 1 by less than this fraction is described in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return in a few words how a wrong array `a` differs from the right one; empty if no simple cause fits."""
+    """Return in a few words how a wrong array `a` differs from the right one `e`, or an empty string."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""
@@ -39,7 +39,6 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _factor(a, e):
-    """Return the common factor between `a` and `e` in words, or an empty string."""
     size = float(e @ e)
     factor = float(a @ e) / size if size else 0.0
     off = abs(factor - 1)

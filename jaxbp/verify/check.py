@@ -58,13 +58,11 @@ def check(
 
     - Order 0: the value, as computed while differentiating, must equal the value of the forward in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
-      float64. If central differences with two step sizes agree with each other but not with autodiff, the differences
-      are expected instead.
+      float64. If central differences contradict autodiff with two step sizes, the differences are expected instead.
     - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
 
     Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array passed
-    as all arguments of its shape. Gradients are also compared on added data, which `added` names:
-
+    as all arguments of its shape. Gradients are also compared on added data. `added` names this data:
     - "cotangents": dy times -30, and dy with zeros.
     - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds.
       Also -0 and subnormal numbers.
@@ -140,7 +138,7 @@ def check(
 
 
 def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[str, Any]]]:
-    """Yield the name, the arguments, and the options of each different case. The user's case has an empty name."""
+    """Yield the name, the arguments, and the options of each case. The user's case has an empty name."""
     arguments = take_apart(op, args)
     yield "", arguments, options
     seen = [(args, {**options})]

@@ -20,15 +20,14 @@ from jaxbp.verify.measurement import Difference, Measured, Program, derivatives_
 from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 
 BAR_WIDTH = 60
-"""The width of a page's longest bar, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """Maps a dtype to the relative difference that adding numbers in another order may cause."""
 TF32 = 1e-2
 """The relative difference allowed on a GPU, where tensor cores round products if no precision is requested."""
 AS_FAST = 1.05
-"""Times whose ratio is below this count as equal."""
+"""The least ratio of times that differ."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this fraction of the time, the host limits the measured time."""
+"""If the host waits for the device for less than this fraction of the time, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """One sentence per implementation other than the reference, with its speed and its largest difference."""
+        """One sentence per implementation other than the reference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
@@ -67,7 +66,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return the comparison as an HTML page, with other HTML elements before and after its sections."""
+        """Return an HTML page, with other HTML elements before and after the comparison's sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -130,7 +129,6 @@ class Comparison:
         )  # fmt: skip
         for column in costs.columns[2:6]:
             column.justify = "right"
-        # A long name needs a separate line in 80 columns.
         for column in costs.columns[:-1]:
             column.no_wrap = True
         costs.columns[-1].overflow = "fold"
@@ -167,10 +165,10 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation. The function that is differentiated is the sum of all results, with
-    each element of a non-scalar result multiplied by a random number. The Hessian's product with a random direction
-    uses forward over reverse mode, or reverse over reverse if a custom rule has no forward mode. If two implementations
-    compile to the same program, because the function does not pass `implementation=` on, the report says so.
+    The costs are time, memory, and compilation. The sum of all results is differentiated, with each element of a
+    non-scalar result multiplied by a random number. The Hessian's product with a random direction uses forward over
+    reverse mode, or reverse over reverse if a custom rule has no forward mode. If a function does not pass
+    `implementation=` on, two implementations compile to the same program, and the report says so.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.

@@ -28,10 +28,10 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
     """Return `(values, cotangents, directions) -> derivative`.
 
     The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along directions.
-    Because of the square, dy depends on y. The backward is therefore also differentiated with respect to dy.
+    Because of the square, dy depends on y, and the backward is differentiated with respect to dy as well.
 
-    The mode is forward over reverse, or reverse over reverse with `reverse`. If a backward calls a function with a
-    hand-written backward, it has no forward mode.
+    The mode is forward over reverse, or reverse over reverse with `reverse`. A backward that calls an op with a
+    hand-written backward has no forward mode.
     """
 
     def gradient(values, cotangents):
@@ -59,10 +59,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
-    Args:
-      modes: the modes for derivatives of gradients in the order of trial: False for forward, True for reverse.
-      transform: a transformation that is applied to each program before it is compiled.
-      options: options of `jax.jit`.
+    The modes (False for forward, True for reverse) are tried in their order. Each program is changed by `transform`.
     """
 
     def __init__(
@@ -97,9 +94,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled. Above order 1, call the derivative first to select the mode.
+        """Return the program for an order, not compiled. Above order 1, the derivative must have been computed before.
 
-        For orders 0 and 1, without the square, the program returns both the results and the gradients.
+        Without the square, the program for the orders 0 and 1 returns both results and gradients.
         """
         if order > 1:
             return self._higher[order].__wrapped__
@@ -121,7 +118,7 @@ def float64() -> Iterator[None]:
 
 
 def scale_of(a: np.ndarray) -> float:
-    """Return the largest finite absolute value of an element; 1 if all are 0."""
+    """Return the largest finite absolute value, or 1 if all elements are 0."""
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 

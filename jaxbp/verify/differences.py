@@ -14,7 +14,6 @@ EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 """The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE = 256
-"""The number of elements whose slopes are computed in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
 """Slopes with two step sizes are equal within the fraction `CONVERGED`. A slope is infinite if each smaller step size
 multiplies it by more than `DIVERGED`."""
@@ -42,11 +41,9 @@ class Slopes:
 
 
 class Differences:
-    """Computes differences of `Σ c y` with respect to single elements of the arguments.
+    """Computes slopes of `Σ c y`, given the relative rounding error `eps` of y.
 
-    Args:
-      moved: `(values, base) -> results`, the function at `values`, with arguments of `stop_gradient` taken at `base`.
-      eps: the relative rounding error of the results.
+    `moved(values, base)` is the function at `values`, with arguments of `stop_gradient` taken at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -60,7 +57,6 @@ class Differences:
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
             for start in range(0, len(indices), AT_ONCE):
-                # All calls have one size, so that one compiled program serves them.
                 call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
                 slopes = self._slopes(list(values), list(cotangents), masks, *call)
                 found.append(np.stack(slopes)[:, : len(indices) - start])
@@ -72,7 +68,7 @@ class Differences:
         largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
 
         def with_element(index, value):
-            # Masks select the moved argument, so that one compiled program serves all arguments.
+            # With masks for the moved argument, one compiled program serves all arguments.
             return [
                 jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
                 for a, mask in zip(values, masks, strict=True)
@@ -99,14 +95,12 @@ def confirmed(
     An element is confirmed if, with any step size, its slope equals autodiff's gradient. A large step may cross a kink,
     and a small step may show only rounding errors.
 
-    An element is contradicted if three conditions hold: the slopes with two successive step sizes agree, the left and
-    the right slope agree, and they differ from autodiff's gradient. The slope is then the expected value.
-
-    Otherwise autodiff's gradient is expected, as at a kink, or if rounding explains the difference. A rounded function
-    is piecewise linear, so that wrong slopes can agree with each other.
+    An element is contradicted if the slopes with two successive step sizes agree, the left and the right slope agree,
+    and they differ from autodiff's gradient. The slope is then expected. Otherwise autodiff's gradient is expected, as
+    at a kink. It is also expected if rounding explains the difference, because a rounded function is piecewise linear,
+    and wrong slopes can then agree with each other.
 
     Args:
-      autodiff: the gradient by autodiff, flat.
       steps: the largest step of each element.
       look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
       error: returns the rounding error of `Σ c y`.
@@ -142,10 +136,10 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slopes of elements at which autodiff is not finite, or NaN where they cannot be decided.
+    """Return the slopes of elements at which autodiff is not finite, or NaN if they cannot be decided.
 
-    A one-sided slope exists if it converges with smaller steps, or if it grows to infinity. If only one side has a
-    slope, the element has this slope. If the two sides disagree, it is NaN.
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The two sides must agree, or
+    only one of them has a slope.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

@@ -21,7 +21,7 @@ from jaxbp.verify.interpreter import JAX_FOLDER, bind, called, evaluate, scan_si
 
 _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
 _HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
-"""The starts of the names of files whose lines are not shown."""
+"""Lines of files whose names start with these texts are not shown."""
 _SHOWN = 8
 """The largest number of inputs or results of an operation that a report shows."""
 
@@ -63,12 +63,11 @@ class NonFinite:
 
 
 def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite | None:
-    """Run a function and its gradients, and return the first operation at which a value or a cotangent stops being
-    finite.
+    """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
-    The sum of the floating results is differentiated. The operations run one after another, also inside
-    `jax.jit`, `jax.checkpoint`, custom rules, loops, and branches. A kernel and a `shard_map` count as one operation.
-    Operations may round differently when they are not compiled together.
+    The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
+    custom rules, loops, and branches. A kernel and a `shard_map` count as one operation. Operations may round
+    differently when they are not compiled together.
 
     A value counts only if a result or a gradient is not finite because of it. Infinite constants, such as the -inf of a
     mask, and infinite values made from them do not count. A NaN made from them does.
@@ -111,10 +110,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the program. If it is not finite, `origin` is the operation that made it so, unless a constant did.
-
-    `is_constant` says whether the array depends on no argument.
-    """
+    """An array of the program. `origin` is the operation that made it not finite, unless a constant did."""
 
     array: Any
     origin: NonFinite | None = None
@@ -123,8 +119,6 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The names of the enclosing scopes, loops, and source lines of a program."""
-
     scope: str = ""
     loops: tuple[str, ...] = ()
     sources: tuple[str, str] = ("", "")
@@ -187,7 +181,7 @@ def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[No
 
 
 def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    """Return, for each result of a while loop, the operation that made it not finite, or None."""
+    """Return, for each result of a loop, the operation that made it not finite, or None."""
     params = equation.params
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body, state = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]

@@ -1,6 +1,6 @@
 """Run a traced program equation by equation, with a rule that computes the results of each equation.
 
-The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
+A variable's value is an array, or a pytree of arrays if the rule needs several arrays per variable.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,14 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the inner program that an equation of `CALLS` calls, or None for other equations."""
+    """Return the inner program if an equation is one of `CALLS`, else None."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program and of the programs inside its equations, such as the body of a loop."""
+    """Yield the equations of a program and of its inner programs, such as the body of a loop."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -41,10 +41,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a `Jaxpr` or `ClosedJaxpr`, evaluated by a rule.
-
-    The function `constant` converts constants of the program to values that the rule takes.
-    """
+    """Return the results of a program. The function `constant` converts its constants to values for the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -56,7 +53,7 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Return the results of one equation, as its primitive computes them, with some of its parameters changed."""
+    """Return the results of one equation, with some of its parameters changed."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
     return list(results) if primitive.multiple_results else [results]
@@ -65,7 +62,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
     """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
 
-    If a value is a pytree, its first array decides the condition of a loop or a branch.
+    If a value is a pytree, its first array decides conditions.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -145,7 +142,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. JAX 0.12 has them in a tree."""
+    """Return the numbers of constants and of carried values of a scan, which JAX 0.12 has in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

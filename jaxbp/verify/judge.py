@@ -1,16 +1,13 @@
 """Decide whether a result is wrong, without mistaking rounding or a kink for an error.
 
-A number passes if its difference from the expected number is within the tolerance of its dtype, or if one of these
-conditions holds:
+A number passes if its difference from the expected number is within the tolerance, or if one of these conditions holds:
 
 - Autodiff of the forward in the same dtype gives the same number, or it overflows.
-- The error is at most `ALLOWED` times autodiff's error, or at most `ALLOWED` times the change that random roundings
-  make in autodiff's gradient (`jaxbp.verify.rounding`).
-- The number is infinite or NaN, and one term of the gradient overflows. A term is the part of
-  the gradient that comes from one result of the op.
-- The number lies between the float64 gradients at points as near as rounding may move the data, and there is a kink
-  between these points. A kink exactly at the data, such as a tie, counts only in half precision, or if the op need not
-  have autodiff's slope.
+- The error is at most `ALLOWED` times autodiff's error, or `ALLOWED` times the change that random roundings make in
+  autodiff's gradient (`jaxbp.verify.rounding`).
+- The number is not finite, and a term overflows. A term is the part of the gradient that comes from one result.
+- There is a kink within rounding error of the data, and the number lies between the float64 gradients around it. A kink
+  exactly at the data, such as a tie, counts only in half precision, or if the op need not have autodiff's slope.
 - There is a kink at the data, and autodiff with other roundings gives the same terms of the gradient.
 """
 
@@ -28,20 +25,19 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's rounding error is measured on `SAMPLES` data sets, in which each number differs from the user's number by
-at most the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
+"""Autodiff's rounding error is measured on `SAMPLES` data sets that differ from the user's data by at most the fraction
+`NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements of an array for which a common factor counts as a mistake."""
+"""The least number of elements for which a common factor counts as a mistake."""
 MOST = 32
-"""The largest number of elements per argument for which `_around` moves one element further than all others."""
+"""The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`: parts of the op's results, sets of other roundings, elements of all gradients."""
 ROUNDINGS = 16
-"""The largest distance of a kink that counts as near the data, in roundings of an argument's largest element."""
+"""The largest distance of a kink near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
-"""The number of random points around the data."""
 KINK_RTOL = 1e-12
-"""The largest distance of a kink that counts as exactly at the data, as a fraction of an argument's largest element."""
+"""The largest distance of a kink exactly at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 """A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
 `KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
@@ -49,10 +45,7 @@ KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An array `a`, and the array `e` that is expected instead of the i-th expected array at a point.
-
-    The array `e` differs from the expected array only at kinks.
-    """
+    """An array `a`, and the array `e` to compare with, which differs from the expected array only at kinks."""
 
     point: Point
     expected: Expected
@@ -67,7 +60,7 @@ class _Case:
         return self.expected.contradicted[self.i]
 
     def excess(self, more: Any = 0.0) -> np.ndarray:
-        """Return each element's difference divided by its allowed difference. `more` is added to the allowed one."""
+        """Return each element's difference divided by its allowed difference plus `more`."""
         return excess_and_difference(self.a, self.e, self.tolerance, more)[0]
 
 
@@ -76,7 +69,6 @@ class Judge:
 
     Args:
       autodiff: the programs of autodiff in the dtype of the arguments; or None.
-      directions: the directions along which gradients are differentiated, for orders above 1.
       convention: whether the op must have autodiff's slope at a kink.
       precision: the dtype that the forward computes in, if it has less precision than the arguments.
     """
@@ -140,7 +132,7 @@ class Judge:
         return held & ~undecided, undecided
 
     def _excused_by_rounding(self, case, wrong, held, autodiff):
-        """Return `wrong` without the elements whose error may be rounding or an overflow, and the reason."""
+        """Return `wrong` without elements whose error may be rounding or an overflow, and the reason."""
         point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
         reason = None
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
@@ -169,7 +161,7 @@ class Judge:
         return wrong, reason
 
     def _excused_by_kinks(self, case, wrong, reason, checked):
-        """Return `wrong` without the elements that are correct at a kink, the reason, and a hint or None."""
+        """Return `wrong` without elements that are correct at a kink, the reason, and a hint or None."""
         point, order, i, a = case.point, case.expected.order, case.i, case.a
         fine, why, hint = self._at_kinks(point, order, i, a, case.e, case.dtype, case.tolerance)
         wrong, reason = _excused(wrong, fine & ~case.contradicted, reason, why)
@@ -180,7 +172,6 @@ class Judge:
         return wrong, reason, hint
 
     def _fields(self, case, wrong, held, undecided, reason, hint):
-        """Return the fields of the `CheckRow` that describes the worst element."""
         point, a, e, tolerance = case.point, case.a, case.e, case.tolerance
         excess, difference = excess_and_difference(a, e, tolerance)
         worst = np.unravel_index(np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0)), a.shape)
@@ -224,13 +215,13 @@ class Judge:
         return beyond
 
     def _precision_of(self, dtype):
-        """Return the less precise of `dtype` and `self.precision`, by name."""
+        """Return the less precise of the two dtypes, by name."""
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         narrow = self.precision is not None and self.precision.name in self.tolerances
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """Return the median, over data sets near the point, of autodiff's largest error in the arguments' dtype."""
+        """Return the median of autodiff's largest errors on data near the point."""
         autodiff = self.autodiff
         if autodiff is None:
             return 0.0
@@ -324,8 +315,7 @@ class Judge:
     def _around(self, point, order, i, share, places):
         """Return points near the given point, and the i-th gradient at each of them and, last, at the given point.
 
-        Elements move by the fraction `share` of their argument's largest element. At some points, one element moves
-        twice that far, which breaks a tie.
+        At some points, one element moves further than all others, which breaks a tie.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -344,7 +334,7 @@ class Judge:
 
 
 def _excused(wrong, fine, reason, why):
-    """Return `wrong` without `fine`, and the reason: `why` if an element was removed, else the given `reason`."""
+    """Return `wrong` without `fine`, and the reason `why` if an element was removed, else `reason`."""
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
@@ -358,11 +348,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return for which elements of a gradient the sums along each axis are correct.
+    """Return for which elements the sums along each axis are among the sums of the gradients `found` nearby.
 
-    A tie may divide the gradient among equal elements, but it must divide all of it. The sums must therefore lie among
-    the sums of the gradients `found` at nearby points. The slack is large because few points cannot break many ties in
-    every combination.
+    A tie may divide the gradient among equal elements, but it must divide all of it. The slack is large because few
+    points cannot break many ties in every combination.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
@@ -373,7 +362,7 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the name and the value of each argument at the index `worst`, if it broadcasts to the shape."""
+    """Return each argument's name and value at the index `worst`, if it broadcasts to the shape."""
     found = []
     for name, a in zip(names, point.values, strict=True):
         aligned = shape[len(shape) - a.ndim :] if a.ndim <= len(shape) else None

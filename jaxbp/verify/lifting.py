@@ -1,7 +1,7 @@
 """Evaluate a program in float64 although it computes in a narrower dtype.
 
 A function may convert its arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. The steps of finite
-differences would then be lost, because they are smaller than one rounding in float32.
+differences are smaller than one rounding in float32, and would be lost.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax import lax
 from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
-"""The primitives whose code is fixed to the dtypes with which it was traced."""
+"""Primitives whose code is fixed to the dtypes with which it was traced."""
 
 
 class CannotLiftError(NotImplementedError):
@@ -87,7 +87,7 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """Return a parameter of an equation with every floating dtype replaced by float64, also in inner programs."""
+    """Return a parameter with every floating dtype replaced by float64, also in inner programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

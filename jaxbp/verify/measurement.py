@@ -16,7 +16,7 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU, so that the device does not wait for the host between them."""
+"""The number of calls in one timed program on a GPU, between which the device does not wait for the host."""
 KINDS = ("value", "gradient", "hessian product")
 
 
@@ -91,7 +91,6 @@ class Measured:
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """Return the difference of this kind with the largest relative value."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         return max(of_kind, key=lambda difference: difference.relative, default=None)
 
@@ -145,8 +144,8 @@ def measure(
       functions: the functions that `derivatives_of` returns.
       data: leaves, cotangents, and direction, the arguments of these functions.
       order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each program so far to its implementation. The program of this call is added.
-      may_fail: whether to describe an error in the result instead of raising it.
+      programs: maps the text of each earlier program to its implementation, and gets this program.
+      may_fail: whether the result describes an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
     try:
@@ -188,10 +187,10 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
 
 
 def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
-    """Call `function` several times in sequence, with the same arguments, and return the last results."""
+    """Call `function` several times in sequence, and return the last results."""
 
     def call(before, _):
-        # The barrier prevents XLA from merging calls, and from overlapping them.
+        # The barrier prevents XLA from merging and overlapping calls.
         given, _ = lax.optimization_barrier((arguments, before))
         return function(*given), None
 

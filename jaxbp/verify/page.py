@@ -29,7 +29,6 @@ pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
 
 
 def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    """Return a page with a title, a verdict, notes, and then `parts`, which are HTML elements."""
     lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
     return f"""<!DOCTYPE html>
 <html lang="en">

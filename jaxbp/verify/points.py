@@ -11,7 +11,6 @@ import numpy as np
 from jaxbp.verify.derivatives import Arrays, scale_of
 
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
-"""The names of the data that a check adds to the user's data."""
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
 """A number that is subnormal in float32 and bfloat16, and one slightly above the smallest normal number."""
@@ -19,11 +18,9 @@ SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Arguments of an op and cotangents of its results.
+    """Arguments of an op and cotangents of its results, in float64 but rounded to the dtypes that the op takes.
 
     Attributes:
-      name: the name in reports.
-      values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
       of: the index of the argument whose elements were changed, if only one argument was changed; else None.
       kinks: whether some numbers lie exactly where the op may have a kink.
       maybe_undefined: whether to ignore expected numbers that are not finite.
@@ -43,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return the check's generator. It differs from a generator that a user makes with the same seed."""
+    """Return the check's generator, unlike any that a user makes with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -54,7 +51,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data, and then the added data that `added` names, in the ranges that `check` promises."""
+    """Yield the user's data, and then the data that `added` names, in the ranges that `check` promises."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -85,7 +82,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point where the arguments with the indices `same` are the one of them with the narrowest range."""
+    """Return a point at which all arguments `same` equal one of them, the one with the narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -128,10 +125,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Return the array with three elements replaced by -0, a subnormal number, and its negative.
-
-    A sign that does not occur in the array is not used.
-    """
+    """Replace three elements by -0, a subnormal number, and its negative, but keep the range of signs."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -146,7 +140,7 @@ def _has_subnormals() -> bool:
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:
-    """Return the array rounded to multiples of a large number, with every third element equal to the previous one."""
+    """Round to multiples of a large number, and make every third element equal to the previous one."""
     unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
     positive = (a > 0).all() and not (a <= 1).all()
     coarse = (np.ceil if positive else np.round)(a / unit) * unit

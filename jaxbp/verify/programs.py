@@ -14,10 +14,7 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype.
-
-    The implementation's function is first transformed by `change`.
-    """
+    """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype."""
 
     def __init__(
         self,
@@ -34,7 +31,6 @@ class Programs:
         self._derivatives = Derivatives(self.function, **compiling)
 
     def in_dtype(self, dtype: str) -> "Programs":
-        """Return the same programs for arguments of another dtype."""
         leaves = [np.asarray(a).astype(dtype) if is_float(a) else a for a in self.arguments.leaves]
         other = object.__new__(Programs)
         other.__dict__ = self.__dict__ | dict(arguments=dataclasses.replace(self.arguments, leaves=tuple(leaves)))
@@ -67,7 +63,7 @@ class Programs:
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point, as one batch with `vmap`, under `jax.checkpoint` with `remat`."""
+        """Return values and gradients for each point, in one `vmap`, or under `jax.checkpoint` with `remat`."""
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]

@@ -39,9 +39,8 @@ class Expected:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
       against: how the arrays were computed.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: one mask per array. Where it is true, finite differences contradict autodiff, and `arrays` has the
-        finite differences.
-      undecided: one mask per array, true where autodiff is not finite and finite differences decide nothing; or None.
+      contradicted: masks, true where finite differences contradict autodiff and are expected instead.
+      undecided: masks, true where autodiff is not finite and finite differences decide nothing; or None.
     """
 
     order: int
@@ -56,7 +55,6 @@ class Reference:
 
     Attributes:
       function: the forward, which computes in the dtype of its arguments.
-      names, result_names: the names of the floating arguments and results.
       results: the shapes and dtypes of the results for the given arguments.
       independent: whether JAX differentiates `function` without custom rules, such as the op's backward.
       constants: the floating constants in the program of `function`, at which it may have kinks.
@@ -119,7 +117,6 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        """The derivatives of the function without its custom derivative rules."""
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
@@ -134,10 +131,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and gradients. Finite differences confirm the gradients.
+        """Return the expected values and gradients. Finite differences confirm about `most` elements per argument.
 
-        They move about `most` elements per argument by its entry of `steps`. None means a step in proportion to the
-        argument's largest element.
+        `steps` has one step size per argument. None means a step in proportion to the argument's largest element.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -255,8 +251,8 @@ class Reference:
     ) -> np.ndarray:
         """Return by how much elements of the i-th derivative jump between the point `values` and the points `ends`.
 
-        `indices` has the flat index of the element for each of the `ends`. The interval between the points is halved
-        `halvings` times, and the half with the larger change is kept. In the end, only a jump changes the derivative.
+        `indices` has one flat index per end. The interval between two points is halved `halvings` times, and the half
+        with the larger change is kept. In the end, only a jump changes the derivative.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -383,7 +379,7 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
 
 
 def _signature(program):
-    """Return, for each equation of a program, its primitive, the shapes of its results, and its constants."""
+    """Return the primitive, the shapes of the results, and the constants of each equation."""
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
     return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
 

@@ -22,21 +22,20 @@ class CheckRow:
     """The finding for one compared array: a result, or the derivative with respect to one argument.
 
     Attributes:
-      op, implementation, dtype: what was checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
       order: 0 for a value, 1 for a gradient, 2 and 3 for its first and second derivative.
-      against: how the expected array was computed, such as by autodiff in float64.
+      against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
       absolute: the largest difference.
       relative: the largest difference, divided by the largest expected element.
-      index: the index of the worst element, whose error is largest relative to its allowed error.
+      index: the index of the element whose error is largest relative to its allowed error.
       analytic, numeric: the result and the expected number at this index.
       inputs: the name of each argument, and its value at this index.
       reason: a description of the mistake, or why the array was skipped, is inconclusive, or passes although it exceeds
         the tolerance.
       data: the name of the data: `USER_DATA`, or added data.
-      case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
+      case: the options or shapes of a case from `cases`; empty for the user's case.
     """
 
     op: str
@@ -80,7 +79,6 @@ class CheckResult:
     """The rows of a check. It is true if no row failed. Its text has one line per implementation.
 
     Attributes:
-      rows: the findings.
       untried: what the check did not try, in words.
       notes: remarks on how the check was made.
     """
@@ -125,7 +123,6 @@ class CheckResult:
         return self
 
     def summary(self) -> Group:
-        """Return the text of the result for Rich."""
         lines = []
         for (op, implementation), rows in _grouped(self.rows).items():
             lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)

@@ -1,10 +1,8 @@
 """Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
 
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds cancellation, such as in `1 - s` for s
-near 1, which a comparison with a narrower dtype does not show.
-
-Each result is moved by many times its rounding error, and the change of the program's results is divided by the same
-number. This division makes jumps small, such as the jump of a gradient when a tie is broken.
+near 1, which a comparison with a narrower dtype does not show. Each result is moved by many times its rounding error,
+and the measured change is divided by the same number. This division makes jumps small, such as at a tie.
 """
 
 import functools
@@ -27,7 +25,7 @@ ROUNDED = frozenset({
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives whose results are rounded. Other primitives, such as a maximum, return one of their arguments."""
+"""Primitives that round. Others, such as a maximum, return one of their arguments."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
@@ -68,9 +66,8 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return the results of `function`, computed once exactly and `runs` times with random roundings.
 
-    Each array has the shape `(1 + runs, ...)`. In each run, every inexact operation is moved by at most `roundings`
-    times its rounding error in `dtype`. The movement depends only on the operands, so that equal operations round
-    equally, and ties between their results remain.
+    Each array has the shape `(1 + runs, ...)`. Every inexact operation is moved by at most `roundings` times its
+    rounding error in `dtype`, depending only on the operands. Equal operations round equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -100,7 +97,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Return which elements of `a` the dtype `narrow` represents exactly. Operations between such numbers are exact."""
+    """Return which elements of `a` the dtype `narrow` represents exactly."""
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 

@@ -27,8 +27,6 @@ MOST_ELEMENTS, WORK = (64, 10_000), 2**23
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `check` that select the implementations, the derivatives, and the data."""
-
     implementations: Sequence[Implementation]
     order: int
     kinks: Sequence[float]
@@ -133,7 +131,7 @@ class Study:
         return found, failed
 
     def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation: its comparisons, and the reasons why something is not checked."""
+        """Yield the rows of one implementation, also for what is not checked."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
@@ -142,8 +140,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # With custom rules, the op's backward may have raised the error in the reference. If autodiff without
-            # custom rules succeeds, the backward is wrong.
+            # Custom rules may have raised the error in the reference, too. If autodiff without custom rules succeeds,
+            # the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -181,7 +179,7 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation for each point. If its own data fails, added data is skipped."""
+        """Yield the rows of one implementation for each point. If the user's data fails, added data is skipped."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != USER_DATA and is_broken(found):
@@ -232,7 +230,7 @@ class Study:
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
         """Yield a row for each array of `run(programs)` that differs from the result under `jit`; else one row for all.
 
-        `same` has the indices of arguments that are passed as one array. Its expected gradient is the sum of theirs.
+        The arguments `same` are one array, whose expected gradient is the sum of their gradients.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

@@ -73,7 +73,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds that `calls` calls take, and for how many of these seconds the host waited for the device."""
+    """Return the seconds of `calls` calls, and the seconds for which the host waited for the device."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

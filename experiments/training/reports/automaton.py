@@ -1,7 +1,4 @@
-"""The report on a trained automaton: the accuracy of the hardened automaton, its gates, its pictures, and its code.
-
-`automaton.json` has the reported figures, and `automaton.html` is a live page.
-"""
+"""The report on a trained automaton: the accuracy of the hardened automaton, its gates, its pictures, and its code."""
 
 import json
 import shutil

@@ -73,7 +73,6 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
 
 
 def comment(config: LogicConfig) -> str:
-    """Return the source comment that describes the circuit's inputs and outputs."""
     levels, width, group = config.levels, datasets.IMAGE_SHAPES[config.dataset][2], config.gates // datasets.CLASSES
     return (
         f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"

@@ -23,7 +23,6 @@ def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -
 
 
 def comment(config: LogicConvConfig, circuit: ConvolutionalCircuit) -> str:
-    """Return the source comment that describes the circuit's inputs and outputs."""
     channels, height, width = IMAGE_SHAPES[config.dataset]
     row = f"({config.levels} * channel + level)" if channels > 1 else "level"
     group = circuit.outputs // CLASSES
