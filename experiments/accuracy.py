@@ -23,16 +23,16 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The error at a location is this quantile of the errors of all rows in all draws."""
+"""The error at a location is this quantile over all rows and draws."""
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""The number of roundings (of ε/2) that an error may always have. Half precisions round only once, at the end."""
+"""The number of roundings (ε/2 each) that are always allowed. Half precisions round only once, at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: the argument's values are `offset + scale * drawn`, where `drawn` is random."""
+    """A location of the data: the argument's values are `offset + scale * drawn`, with random `drawn`."""
 
     offset: float
     scale: float
@@ -110,7 +110,6 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """Return a tuple (result, place, `_errors`) for each result of an op at each location."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -165,7 +164,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and their arguments, with axes (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and arguments with axes (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):

@@ -50,15 +50,15 @@ class CheckConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2, 3] = 2
-    """Highest order of derivatives to check. With 1, values and gradients are checked."""
+    """Highest order of derivatives; 1 checks values and gradients."""
     accuracy: bool = False
     """Measure the errors against float64 instead, also for data that is far from zero, large, or small."""
     repeat: int | None = None
-    """Run each op with its gradients this number of times instead, and compare the bits of the results."""
+    """Run each op and its gradients this often instead, and compare the bits of the results."""
     seed: int = 0
     """Seed of the arguments."""
     scale: float = 1.0
-    """Factor by which all arguments except probabilities are multiplied."""
+    """Factor of all arguments except probabilities."""
     verbose: bool = False
     """Print one row per compared result."""
     json: Path | None = None

@@ -25,7 +25,7 @@ class CheckPublicConfig:
     """Check autodiff's gradients of public functions."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Beginnings of the names of functions to check. By default all functions."""
+    """Beginnings of the names of functions. By default all functions."""
     seeds: int = 3
     """Number of random draws of the arguments."""
     order: int = 1

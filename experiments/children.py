@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The C++ stack trace after the message of an abort, which is removed."""
+"""The C++ stack trace after the message of an abort."""
 
 
 @dataclasses.dataclass
@@ -72,7 +72,7 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory as needed, unless the environment says otherwise. Call this before JAX starts."""
+    """Let JAX allocate GPU memory as needed, by default. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

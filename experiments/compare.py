@@ -51,7 +51,7 @@ class CompareConfig(Generic[Config]):
     matmul_precision: Literal["default", "highest"] = "default"
     """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
     second_order: bool = True
-    """Whether to compare the products of the Hessian and a random direction."""
+    """Compare the products of the Hessian and a random direction."""
     seconds: float = 0.05
     """Shortest duration of a timing round, in seconds."""
     json: Path | None = None
@@ -88,7 +88,7 @@ def _main(config: CompareConfig, command: str) -> int:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compare, print tables, and return all numbers. The result file is rewritten after each part."""
+    """Compare, print tables, and rewrite the result file after each part."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
@@ -155,7 +155,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """Return the loss of each of the first `steps` training steps, on the first examples of the training set."""
+    """Return the losses of the first `steps` training steps, on the first training examples."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

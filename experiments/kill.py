@@ -30,9 +30,9 @@ from experiments.training.loop import TIMINGS
 POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
-"""The number of seconds within which a signal must end a process."""
+"""The time in which a signal must end a process."""
 Command = Callable[[Path], Sequence[str]]
-"""Maps a run directory to the command that starts or resumes the run in it."""
+"""Maps a run directory to the command that starts or resumes its run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def finish(command: Command, run_dir: Path) -> None:
 
 
 def outcome(run_dir: Path) -> tuple:
-    """Return the epoch, the metrics without timings, and the bytes of all arrays of a run's newest checkpoint."""
+    """Return the epoch, the metrics without timings, and the bytes of all arrays of the newest checkpoint."""
     checkpoint = run_directory.newest(run_dir)
     metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
     return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}

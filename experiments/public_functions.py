@@ -1,4 +1,4 @@
-"""Public functions for which autodiff's gradients are correct, so that a check of each function must pass."""
+"""Public functions whose check must pass, because autodiff's gradients are correct."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function, and the shape and the kind (a key of `KINDS`) of each argument. `settings` are passed to `check`."""
+    """A function, the shape and the kind (a key of `KINDS`) of each argument, and settings of `check`."""
 
     name: str
     function: Callable
@@ -65,11 +65,11 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""Kinds of extra data for matrices. Other kinds round a matrix or repeat entries, and may make it singular."""
+"""Extra data for matrices. Other kinds repeat entries, and may make a matrix singular."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention over one block of keys after another, with running maxima and sums in float32."""
+    """Compute softmax attention block by block, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 
@@ -124,7 +124,6 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return functions of JAX, of this file, and of the installed packages."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():

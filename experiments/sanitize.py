@@ -89,10 +89,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""Pattern for a finding: one line, and the indented lines that belong to it."""
+"""Pattern for a finding: one line, and its indented lines."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
-"""The largest number of findings that the tool prints per process."""
+"""The largest number of findings per process."""
 FOUND = 99
 """The exit code of compute-sanitizer if it reports a finding."""
 ENVIRONMENT = {
@@ -116,9 +116,9 @@ class SanitizeConfig:
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """The largest number of processes per op and tool. If a process fails or times out, the next one starts."""
+    """The largest number of processes per op and tool, if processes fail or time out."""
     processes: int = 1
-    """The number of processes that run at the same time."""
+    """The number of concurrent processes."""
     json: Path | None = None
     """JSON file for the rows."""
     child: bool = False
@@ -162,7 +162,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer in NVIDIA's wheel, or else on PATH, where it may be older."""
+    """Return compute-sanitizer's path in NVIDIA's wheel, or else on PATH, where it may be older."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -226,7 +226,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op. Equal findings are counted together."""
+    """Return the findings that a tool printed for an op, with counts of equal findings."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]
@@ -253,7 +253,6 @@ def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
-    """Return the outcome of a process. After a timeout, its exit code is None."""
     summaries = [int(count) for count in SUMMARY.findall(text)]
     if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
         return "found"

@@ -59,7 +59,7 @@ class Options:
     json: Path | None = None
     """JSON file for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the port after PORT."""
+    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the next port."""
     process: int | None = None
     """Number of this process, from 0. The other processes use the settings of process 0."""
     processes: int | None = None
@@ -67,8 +67,6 @@ class Options:
 
 
 class Command(NamedTuple):
-    """The experiment to train, and the file for the result."""
-
     experiment: TrainingConfig
     json: Path | None
 
@@ -103,7 +101,7 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """Run the training in a process other than process 0. It does the same computation, and writes no files."""
+    """Run the training in a process other than process 0, without writing files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     dataset = config.load()
@@ -266,7 +264,7 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that shows the metrics of an epoch in a progress bar, or as a line if there is no terminal."""
+    """Yield a function that shows an epoch's metrics in a progress bar, or without a terminal as a line."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)

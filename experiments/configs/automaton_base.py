@@ -77,24 +77,23 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The number of visible channels. They are the first channels, and only they enter the loss."""
+    """The number of visible channels, the first ones. Only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether the target is also defined on grids of other sizes."""
+    """Whether grids of other sizes have a target."""
     steps: ClassVar[int]
-    """The number of ticks from the start state to the state in the loss."""
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """The number of perception kernels, and the number of gates in each layer of a kernel."""
+    """The number of perception kernels, and the gates of each layer of a kernel."""
     update: ClassVar[Sequence[int]]
     published: ClassVar[tuple[Recipe, int]]
     settings: ClassVar[Settings] = HARD_GATES
     """The defaults of the recipe "hardening"."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """The numbers of updates and of epochs in the recipe "hardening"; None for the published numbers."""
+    """The updates and epochs in the recipe "hardening"; None for the published numbers."""
     stands: ClassVar[bool] = False
     test_examples: ClassVar[int] = 32
     trials: ClassVar[int] = 256
-    """The number of unseen start states in the test of the hardened automaton; 1 if all starts are equal."""
+    """The number of unseen start states in the final test; 1 if all starts are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
 
     recipe: Literal["hardening", "published"] = "hardening"
@@ -212,11 +211,10 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def targets(self, starts: Bool[Array, "batch height width channels"]) -> Bool[Array, "... height width visible"]:
-        """Return the target of the visible channels after the last tick."""
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of a setting that grows linearly from 0 after `hard_from`, at an update."""
+        """Return the setting `field` at an update. It grows linearly from 0 after `hard_from`."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after
@@ -260,7 +258,7 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        """Set the parameters so that every gate passes on one of its inputs, a or b, at random."""
+        """Set the parameters so that every gate passes on its input a or b, at random."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
 
@@ -306,8 +304,6 @@ def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
-    """An automaton that grows one pattern from every start."""
-
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         raise NotImplementedError
 

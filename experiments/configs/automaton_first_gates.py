@@ -15,11 +15,10 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b, as one array per layer of perception and of update."""
+"""Whether each gate passes on its input b: one array per layer of perception and of update."""
 MOST_DRAWS = 20_000
-"""The largest number of draws that `returning` tries. The checkerboard needs about 400."""
+"""The limit of draws in `returning`. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
-"""The number of draws of which `separating` takes the best one."""
 
 
 def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
@@ -93,20 +92,19 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the value of the first channel returns to it after two ticks, two cells away along a diagonal."""
+    """Return whether a value of the first channel returns to it, two cells away along a diagonal, after two ticks."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the nine cells of each cell's neighborhood, (height, width, 9, channels)."""
+    """Return the neighborhoods of all cells, (height, width, 9, channels)."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
 
 
 def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    """Return the state after `ticks` ticks in which every channel takes the value of its source."""
     channels, places = np.array(sources).T
     for _ in range(ticks):
         state = _seen(state, periodic)[:, :, places, channels]

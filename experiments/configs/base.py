@@ -1,4 +1,4 @@
-"""The settings that every experiment shares, and their conversion to JSON. A config also builds its model and loss."""
+"""The settings that every experiment shares, and their conversion to JSON."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]
 """`loss(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals the target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs`, a random change of a batch. `step` counts the completed steps of the run."""
+"""`augment(key, inputs, step) -> inputs` changes a batch at random. `step` counts the steps of the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -54,7 +54,7 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Fields that do not affect the results of a run. The number of devices affects only rounding."""
+"""Fields that do not affect results. The number of devices affects only rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,25 +69,25 @@ class TrainingConfig:
     gradient_clip: ClassVar[float | None] = None
     """The largest absolute value of an element of the gradients, or None."""
     independent: ClassVar[bool] = True
-    """Whether the loss of an example does not depend on the other examples of its batch."""
+    """Whether the loss of an example does not depend on the rest of its batch."""
     examples: ClassVar[str] = "images"
-    """The name of the examples in printed lines, in the plural."""
+    """The plural noun for examples in printed lines."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed for the initial parameters, the order of the examples, and their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
-    """Examples per step. The last, incomplete batch of an epoch is dropped. None: the default for the dataset."""
+    """Examples per step. The last, incomplete batch is dropped. None: the default for the dataset."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Passes over the training set, which the learning rate schedule spans. None: the default for the dataset."""
+    """Passes over the training set, which the learning rate schedule spans. None: the dataset's default."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters."""
+    """Weight decay of AdamW, which each step multiplies by the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtypes of the run. A mixed precision computes the model in half precision; parameters stay float32."""
+    """Dtypes of the run. With mixed precision, the model computes in half precision; parameters stay float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
+    """Stop after the first epoch with this test accuracy, from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
     """Number of devices that divide each batch. None: the largest available number that divides batch_size."""
     run_dir: Path | None = None
@@ -109,15 +109,14 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number of an epoch's attempt, from 0. Each attempt begins with new parameters."""
+        """Return the number of an epoch's attempt, from 0. Each attempt has new parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
-        """Return the same run with more epochs of the same length."""
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the default values of the settings that depend on other settings."""
+        """Return the defaults of settings that depend on other settings."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -127,18 +126,17 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for `steps` steps, or None for Adam with the settings of this config."""
+        """Return the optimizer for `steps` steps, or None for Adam with this config's settings."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
         return loss
 
     def augmentation(self) -> Augment | None:
-        """Return a function that changes the inputs of training batches at random, or None."""
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
-        """Fill in missing settings, so that the saved config describes the run completely."""
+        """Fill in missing settings, so that the saved config is complete."""
         for field, value in settings.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
@@ -190,7 +188,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that affect the results of a run and differ, as a dict from field to (saved, new) value."""
+    """Return the fields that affect results and differ, as a dict from field to (saved, new) value."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])

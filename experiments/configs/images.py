@@ -1,4 +1,4 @@
-"""The settings and the loss that the experiments on images share."""
+"""The settings and the loss of the experiments on images."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class ImageConfig(TrainingConfig):
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
-    """Shift each training image at random, by at most this many pixels in each direction."""
+    """Shift training images at random, by at most this many pixels in each direction."""
     distortion: Annotated[float, Range()] = 0.0
     """Standard deviation, in pixels, of smooth random distortions of the training images."""
 
@@ -69,6 +69,6 @@ def classification_loss(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
-    """Return the softmax cross entropy of each image, computed in float32, and the most likely class."""
+    """Return the softmax cross entropies, computed in float32, and the most likely classes."""
     logits = model(images).astype(jnp.float32)
     return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)

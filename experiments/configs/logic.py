@@ -1,4 +1,4 @@
-"""The experiment `logic`, and the base class that it shares with `logic-conv`."""
+"""The experiment `logic`, and its common base class with `logic-conv`."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """Settings of a network of gates on bits of images. Gates are relaxed in training, and hard in the evaluation."""
+    """Settings of a network of gates on bits of images, relaxed in training and hard in the evaluation."""
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
@@ -70,9 +70,9 @@ class LogicConfig(GateConfig):
     levels: Annotated[int, Range(1)] = 3
     """Number of bits per pixel: whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """How the pairs of inputs are drawn: with unique, no two gates have the same pair; with random, they may."""
+    """Pairs of inputs: with unique, no two gates have the same pair; with random, they may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

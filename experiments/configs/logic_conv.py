@@ -50,9 +50,9 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions, with numbers of kernels as multiples of k."""
+    """The convolutions, with kernels as multiples of k."""
     widths: Sequence[int]
-    """The number of gates in each layer, as a multiple of k."""
+    """Gates per layer, as multiples of k."""
     sizes: Mapping[SizeName, Size]
 
 
@@ -124,11 +124,11 @@ class LogicConvConfig(GateConfig):
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW, as in Optax's adamw."""
     shift: Annotated[int | None, Range()] = None
-    """Shift each training image at random, by at most this many pixels in each direction."""
+    """Shift training images at random, by at most this many pixels in each direction."""
     distortion: Annotated[float | None, Range()] = None
     """Standard deviation, in pixels, of smooth random distortions of the training images."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
     """Initial weight of passing on the first input: see jaxbp.initial_logits."""
     parametrization: Parametrization | None = None

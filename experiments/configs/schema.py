@@ -1,4 +1,4 @@
-"""Compare values, for example from a JSON file, with type annotations."""
+"""Compare values, such as from a JSON file, with type annotations."""
 
 import reprlib
 import types
@@ -39,7 +39,7 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def described(annotation: Any) -> str:
-    """Return the annotation as text without the names of modules, as in "Path or None"."""
+    """Return the annotation as text, such as "Path or None"."""
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(map(described, get_args(annotation)))
     if annotation is types.NoneType:

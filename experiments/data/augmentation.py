@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Shift each image by random numbers of rows and columns, uniform from -pixels to pixels, with zeros beyond it."""
+    """Shift each image by random rows and columns, uniform from -pixels to pixels, and fill up with zeros."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)

@@ -1,5 +1,3 @@
-"""The image datasets: the digits of scikit-learn, MNIST, Fashion-MNIST, and CIFAR-10."""
-
 import functools
 import gzip
 import hashlib
@@ -27,7 +25,7 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width of each dataset's images."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""Maximum number of items that are read from a file, which fits in memory."""
+"""The largest number of items in a file, which fits in memory."""
 
 # Fashion-MNIST's files have the same names as MNIST's.
 FILES = {

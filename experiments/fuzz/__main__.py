@@ -55,19 +55,19 @@ class FuzzConfig:
     cases: int | None = None
     """Stop after this number of cases."""
     seed: int | None = None
-    """Seed of the cases. By default, each run draws a new seed and prints it."""
+    """Seed of the cases. By default random, and printed."""
     ops: tuple[str, ...] = ()
     """Names of the ops to run. By default all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
-    """Number of child processes that run cases. With 0, cases run in this process, and a crash ends it."""
+    """Number of child processes. With 0, cases run in this process, and a crash ends it."""
     case_seconds: float = 120.0
-    """Kill a process that takes more than this number of seconds for one case."""
+    """Kill a process that takes more seconds for one case."""
     json: Path | None = None
     """JSON file for the counts, failures, and crashes."""
     resume: bool = False
-    """Continue after the last case of the JSON file, and add to its counts."""
+    """Continue after the last case of the JSON file."""
 
 
 @dataclasses.dataclass

@@ -24,7 +24,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws until the plain formula accepts the shapes and options."""
+"""The limit of draws of shapes and options until the plain formula accepts them."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
@@ -40,7 +40,7 @@ def draw_case(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def takes(function: Callable, case: Case) -> bool:
-    """Return whether the plain formula accepts the shapes and options of a case, and has floating results."""
+    """Return whether the plain formula accepts a case, and has floating results."""
     return bool(_results(function, case))
 
 
@@ -100,7 +100,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw a case whose labels are either one class per example or one weight per example and class."""
+    """Draw a case whose labels are classes, or one weight per class."""
     case = _renamed(random, entry)
     logits, weights = case.arguments
     classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights
@@ -219,7 +219,7 @@ def _automaton(random, entry):
 
 
 def _named_or_uneven(random, high):
-    """Draw the name of a padding, or a pair (before, after) of at most `high` for rows and for columns."""
+    """Draw the name of a padding, or pairs (before, after) of at most `high`."""
     uneven = tuple(tuple(map(int, random.integers(0, high + 1, 2))) for _ in range(2))
     return uneven if random.random() < 0.5 else str(random.choice(["SAME", "SAME_LOWER", "VALID"]))
 

@@ -35,7 +35,7 @@ INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with its implementation, dtype, transformation, shapes, and options, which determine the function."""
+    """An op with its implementation, dtype, transformation, shapes, and options."""
 
     entry: Entry
     case: Case
@@ -43,7 +43,7 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products of float32 are computed in full precision, not in TF32."""
+    """Whether products of float32 are in full precision, not in TF32."""
     invalid_labels: bool = False
     """Whether some labels are not classes. The cotangents of their examples are 0."""
 
@@ -53,7 +53,7 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments. Floats are of the given kind of `DATA`; integers are part of the program."""
+        """Draw the arguments. Floats are of the `DATA` kind; integers are part of the program."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -69,7 +69,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return a cotangent with zeros at invalid labels and, for the data "under a mask", at random elements."""
+        """Return a cotangent with zeros at invalid labels and, "under a mask", at random elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent

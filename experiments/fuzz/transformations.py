@@ -1,4 +1,4 @@
-"""JAX transformations of an op. Each takes a function of arrays, and returns a function of the same arrays."""
+"""JAX transformations of functions of arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return the function under `vmap` over the values and half of each value."""
+    """Return the function under `vmap` over the values and their halves."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Return the function under `vmap` over two examples that differ only in the first argument."""
+    """Return the function under `vmap` over only the first argument."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function that sums `function` over a scan of the values and half of each value."""
+    """Return a function that sums `function` over a scan of the values and their halves."""
 
     def total(*values):
         def tick(totals, values):

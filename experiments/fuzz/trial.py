@@ -17,18 +17,18 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""The tolerance for float32, stricter than in `check`, so that it finds formulas that lose digits."""
+"""The tolerance for float32, strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""TF32 has as many digits as float16. Products of float32 use it unless full precision is requested."""
+"""TF32 has as many digits as float16."""
 HEADROOM = 4
 """A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor, because the
 terms of a sum may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""XLA's options, which keep every rounding, and switch LLVM's optimizations off to shorten the compilation."""
+"""Options that keep every rounding, and switch LLVM's optimizations off to compile faster."""
 
 
 class Trial:
-    """A program, compiled once for several draws of its data. `results` has the shapes and dtypes of its results."""
+    """A program, compiled once for several draws of its data."""
 
     def __init__(self, program: Program, arguments: Arguments):
         self.program = program
@@ -49,7 +49,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result for these values, or None; or raise NotImplementedError."""
+        """Describe the first wrong result, or return None. Raise NotImplementedError for an unsupported program."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)

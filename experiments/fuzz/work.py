@@ -15,7 +15,7 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""The largest number of trials in the reduction of a failing case."""
+"""The limit of trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
 REFUSED = "refused"
 """The outcome of a program that a kernel does not support."""
@@ -30,7 +30,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"drawn" for the implementation of the drawn program, or "autodiff" to replace it."""
+    """"drawn" for the drawn program's implementation, or "autodiff" to replace it."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -60,13 +60,11 @@ def work(task: Task) -> Iterator[Outcome]:
 
 
 def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
-    """Return code that runs a program, by default the task's, on the data of a draw."""
     program = program or task.program
     return lines_of(program, *_numbers(program, task, draw))
 
 
 def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """Yield (draw, message) for each draw, as in `Outcome`."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
@@ -85,7 +83,7 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Draw arguments and cotangents, depending on the program, the task's seed and number, and `draw`."""
+    """Draw arguments and cotangents. Only the parameters determine them."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
@@ -97,7 +95,7 @@ def _numbers(
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """Return the simplest program that still fails, among those found in at most `MOST_TRIALS` trials."""
+    """Return the simplest program found that still fails."""
     candidates, tried = iter(smaller(program)), 0
     while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
         tried += 1

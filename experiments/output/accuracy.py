@@ -20,9 +20,9 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws, for convolutions and kernels without a GPU. The simulator takes milliseconds per CTA."""
+"""Fewer locations and draws, for convolutions and kernels without a GPU, where each CTA takes milliseconds."""
 MORE = 8
-"""Factor by which the number of draws increases at locations where the first draws exceeded the allowed error."""
+"""The factor of the number of draws in a second measurement of a location."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -69,7 +69,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure all locations, and again, with more draws, the locations that exceed the allowed error by chance."""
+    """Measure all locations. Measure a location above the allowed error again, with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):

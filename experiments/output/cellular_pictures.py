@@ -1,4 +1,4 @@
-"""Draw pictures of a hardened cellular automaton: a PNG with a strip of some ticks, and a GIF of all ticks."""
+"""Draw pictures of a hardened cellular automaton."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Maps a number of channels to the colors of a cell. The color's index has one bit per channel, the first as bit 0."""
+"""Maps a number of channels to the colors of a cell, whose index has one bit per channel, the first as bit 0."""
 FRAMES = 8
 GIF_PIXELS = 384
-"""Largest length in pixels of the longer side of a GIF, unless the grid has more cells."""
+"""Largest side of a GIF in pixels, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -72,7 +72,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a square at the center, by default half as wide as the grid's shorter side."""
+    """Return the state with zeros in a central square, by default half as wide as the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -90,7 +90,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of frames per run, from the first tick to the last tick."""
+    """Return a PNG with one row of frames per run."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)
@@ -112,7 +112,7 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
 
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
-    """Return a GIF with one frame per tick, which restarts after a pause."""
+    """Return a GIF with one frame per tick and a pause at the end."""
     scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
     palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
     first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]

@@ -25,11 +25,11 @@ class UserError(ValueError):
 
 
 class BrokenRun(Exception):
-    """The files of a run prevent it from continuing. The message names the file and the reason."""
+    """The files of a run prevent it from continuing."""
 
 
 class Stopped(KeyboardInterrupt):
-    """The user has pressed Ctrl-C. The message describes the results so far."""
+    """The user has pressed Ctrl-C."""
 
 
 def run_command(
@@ -89,7 +89,6 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
-    """Raise UserError for a file in a folder that does not exist."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -97,7 +96,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Return a context in which Ctrl-C prints a message that names the file with the results so far."""
+    """Return a context in which Ctrl-C names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -110,7 +109,7 @@ def _in_words(error: OSError) -> str:
 
 
 def warn(message: str) -> None:
-    """Print a warning in one line: what is wrong, and how the command continues."""
+    """Print a warning of what is wrong, and how the command continues, in one line."""
     _said(f"warning: {message}", 0)
 
 

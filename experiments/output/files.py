@@ -32,14 +32,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file. Raise OSError for a pipe, which could block, or another special file."""
+    """Read a regular file. Raise OSError for special files, such as a pipe, which could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until files are on disk. For a folder, wait until the names of its files are on disk."""
+    """Wait until files, or the names in a folder, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -60,5 +60,5 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether `path` is a temporary file or folder that a killed process left."""
+    """Return whether a killed process left `path` as a temporary file or folder."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

@@ -28,7 +28,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable with the commit of files without Git history."""
+"""An environment variable with the commit, for files without Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -47,7 +47,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the field `commit` for the checkout `root`. The environment variable `JAXBP_COMMIT` takes precedence."""
+    """Return the field `commit` for the checkout `root`."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -70,7 +70,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Replace each number that is not finite by `otherwise(number)`, because JSON has no such numbers."""
+    """Replace numbers that are not finite, which JSON does not have, by `otherwise(number)`."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -32,11 +32,10 @@ from jaxbp.verify.timing import device_seconds
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
-"""Maps the wanted parameters to the arguments of `loss`."""
 EXPANSION = 4
-"""The number of hidden features of a block, divided by its features."""
+"""The hidden features of a block, divided by its features."""
 SETTLING = 1.2
-"""The largest number of seconds for which each program runs before it is timed."""
+"""The limit of the seconds for which each program runs before it is timed."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
 
 
@@ -76,7 +75,7 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws normal arrays, with a standard deviation of one over the root of the last axis."""
+    """Draws normal arrays, with the standard deviation `n ** -0.5` for a last axis of n elements."""
 
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0

@@ -33,7 +33,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Options with which XLA sums each layer's gradients over the devices during the backward of the layer before."""
+"""Options with which XLA sums the gradients of a layer during the backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 """Maps a workload to numbers of examples per device."""
 COMPILED_FOR = 8
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` examples per device."""
+    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -78,7 +78,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield the time of each step in microseconds, on each mesh. All programs are first compiled in parallel."""
+    """Yield the microseconds of each step on each mesh. All programs are first compiled in parallel."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),

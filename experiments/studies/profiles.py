@@ -136,7 +136,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return the output of Nsight Compute, CSV with one line per kernel, or an empty string if it fails."""
+    """Return the CSV output of Nsight Compute, or an empty string if it fails."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -173,7 +173,6 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def number(value: str | None) -> float | None:
-    """Return the number in a cell, which may contain commas, or None if the cell has no number."""
     try:
         return float((value or "").replace(",", ""))
     except ValueError:

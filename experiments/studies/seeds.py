@@ -114,7 +114,6 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
 
 
 def c_compiler() -> dict[str, str]:
-    """Return the names of the processor and the C compiler."""
     cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
     found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
     named = {"processor": found[1]} if found else {}

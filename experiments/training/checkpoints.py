@@ -58,7 +58,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each array of the state, by path. No array is read."""
+        """The shapes and dtypes of the arrays by path, without reading them."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[tuple[ocp.Checkpointer, Path]]:
-        """Yield a checkpointer and the path of the state; or raise BrokenRun if Orbax cannot read it."""
+        """Yield a checkpointer and the state's path, or raise BrokenRun if Orbax cannot read it."""
         try:
             with _for_orbax(self.path) as folder, _orbax() as orbax:
                 yield orbax, folder / STATE
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
-    """Write the folder of the checkpoint atomically, and return the checkpoint with its checksums."""
+    """Write the checkpoint's folder atomically, and return the checkpoint with its checksums."""
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
@@ -108,7 +108,7 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `state/` in the folder; or raise OSError, for example if the disk is full."""
+    """Write the arrays to `state/` in the folder. Raise OSError, for example if the disk is full."""
     try:
         with _for_orbax(folder) as plain, _silent_threads(), _orbax() as orbax:
             orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
@@ -121,7 +121,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax, which print tracebacks of an error that `save` raises too."""
+    """Silence the threads of Orbax, which print tracebacks of errors that `save` raises too."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -161,7 +161,7 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint in a folder, or raise BrokenRun if a file, the folder's name, or a field is wrong."""
+    """Read the checkpoint in a folder, or raise BrokenRun."""
     file = path / RUN
     try:
         run = json.loads(_bytes(file))
@@ -186,7 +186,7 @@ def path_of(folder: Path, epoch: int) -> Path:
 
 
 def epochs(folder: Path) -> list[int]:
-    """Return the epochs that have folders, the last epoch first."""
+    """Return the epochs that have folders, the last one first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
@@ -196,7 +196,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`, and return a state like `like`. It raises the error of `check_like`."""
+    """Invert `to_arrays`, and return a state like `like`, or raise the error of `check_like`."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
@@ -214,7 +214,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from paths to leaves. The path of an NNX variable omits the name of its only leaf, `value`."""
+    """Return a dict from paths to leaves, in which NNX variables lack the name of their only leaf, `value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

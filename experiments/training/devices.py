@@ -64,7 +64,7 @@ def shared(loss: Callable, mesh: Mesh) -> Callable:
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place a copy of each array on each device, if it is not there. Every process must pass the same arrays."""
+    """Place a copy of each array on each device. Every process must pass the same arrays."""
     sharding = whole(mesh)
 
     def placed(array):

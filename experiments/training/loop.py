@@ -58,25 +58,25 @@ class Metrics(NamedTuple):
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
-    """Seconds of compilation before this epoch: 0 in all epochs but the first of a process."""
+    """Seconds of compilation, which precedes the first epoch of a process."""
     loss_scale: float | None = None
     """The factor of the loss after this epoch, or None."""
     skipped_steps: int = 0
-    """Number of steps whose loss or gradients were not finite, which changed only the loss scale."""
+    """Number of steps that changed only the loss scale, because something was not finite."""
 
 
 MOST_SKIPPED = 50
-"""Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
+"""The limit of consecutive skipped steps, after which the loss scale is long at its smallest value."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
 """The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
 1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between runs with the same settings. All other metrics have the same bits."""
+"""The metrics that differ between runs with the same settings. All others have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run: its initial state, and two compiled functions with the data on the devices."""
+    """A prepared run: its initial state, and compiled functions with the data on the devices."""
 
     mesh: Mesh
     state: TrainState
@@ -88,7 +88,7 @@ class Training:
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: a new initial state if the epoch is the first of a new attempt, else None."""
+    """`epoch -> state`: a new initial state if the epoch begins a new attempt, else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -152,7 +152,6 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
 def _compiled(
     train: Callable, evaluation: Callable, state: TrainState, dataset: Dataset, key: PRNGKeyArray, mesh: Mesh
 ) -> tuple[Callable, Callable, float]:
-    """Compile both functions for data on the devices, and return them with the seconds of compilation."""
     train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
     started = time.perf_counter()

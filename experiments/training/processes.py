@@ -29,20 +29,19 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""An environment variable with the token. If it is not set, process 0 generates and prints a token."""
+"""An environment variable with the token. By default, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits of the line with which another process introduces itself."""
+"""Limits of the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
-"""The longest wait until process 0 notices a process that has introduced itself."""
 PARTING_SECONDS = 2
 """The time in which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""TCP keepalive, two times in seconds and a count of probes, which finds a lost connection after half a minute."""
+"""TCP keepalive: two times in seconds and a count of probes. It finds a lost connection after half a minute."""
 ENDS = "the run ends, and --resume continues it if it has a checkpoint"
 DONE = b"."
-"""The message that process 0 sends before it ends without an error."""
+"""The message of process 0 before it ends without an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """Return process 0's arrays in all processes. Every process passes arrays with the same shapes and dtypes."""
+    """Return process 0's arrays in all processes. All must pass arrays with the same shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
@@ -103,7 +102,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """This process and its connections: from process 0 to each other process, or from another process to process 0."""
+    """This process with its connections: from process 0 to all others, or from another process to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -199,7 +198,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """If the token is right, put the connection and the other two words of its first line into the queue."""
+    """Put a connection and the first two words of its line into the queue, if the token is right."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -211,7 +210,6 @@ def _introduce(link, token, introduced):
 
 
 def _number(process, processes, place, missing):
-    """Return the number of a process, or raise UserError unless it is missing in this run."""
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
         raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")
@@ -269,7 +267,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Configure a connection to wait without a time limit, but to fail if the other machine is unreachable."""
+    """Configure a connection without a time limit that fails if the other machine is unreachable."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

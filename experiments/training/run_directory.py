@@ -58,7 +58,7 @@ def saved_config(path: Path) -> TrainingConfig:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Return the metrics of every epoch of the run in a directory, or raise the errors of `saved_config`."""
+    """Return the metrics of every epoch of a run, or raise the errors of `saved_config`."""
     return _metrics(newest(path))
 
 
@@ -145,7 +145,7 @@ class RunDirectory:
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
 
     def has_whole(self, names: Sequence[str]) -> bool:
-        """Return whether the files exist and have not changed since `seal`."""
+        """Return whether the files are unchanged since `seal`."""
         try:
             return read(self._path / CHECKSUMS) == self._checksums(names).encode()
         except OSError:
@@ -185,7 +185,7 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Save the metrics of an epoch, and the state after it. When this returns, the epoch counts as completed."""
+        """Save the metrics and the state after an epoch, which is then completed."""
         lines = [line._asdict() for line in (*self.metrics, metrics)]
         checkpoint = dataclasses.replace(self._checkpoint, epoch=metrics.epoch, metrics=lines)
         checkpoints.write(checkpoint, checkpoints.to_arrays(state))
@@ -224,7 +224,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics of every epoch, or raise BrokenRun if they do not fit `Metrics` or the checkpoint."""
+    """Return the metrics of every epoch. Raise BrokenRun if an epoch or a field is missing or unknown."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:
@@ -248,7 +248,7 @@ def _locked(path: Path):
 
 
 def _check_is_free(path: Path) -> None:
-    """Raise UserError unless the directory does not exist, or holds at most the files with which a run begins."""
+    """Raise UserError unless the directory is absent, or holds at most the files with which a run begins."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     folder = path / CHECKPOINTS

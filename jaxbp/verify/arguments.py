@@ -1,4 +1,4 @@
-"""Turn a function of any arguments into a function of its floating arrays, each with a name for reports."""
+"""Turn a function into a function of its floating arrays, each with a name for reports."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def floats(tree: Any) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a function, as a flat list of arrays. A name is a parameter's name and a path."""
+    """The positional arguments of a function as a flat list of arrays, named by parameter and path."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices of the floating leaves in the arguments `argnums`; by default, in all arguments."""
+        """Return the indices of the floating leaves in the arguments `argnums`, by default in all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -49,7 +49,7 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """Return the floating results of `function` at `leaves`; or raise TypeError if a result is not an array."""
+        """Return the floating results of `function` at `leaves`. Raise TypeError if a result is not an array."""
         results = function(*jax.tree.unflatten(self.structure, leaves))
         if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
             kind = type(other[0]).__name__
@@ -57,7 +57,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function from its floating arrays to the list of its floating results."""
+        """Return `function` as a function from its floating arrays to its floating results."""
 
         def call(*values):
             values = iter(values)
@@ -81,7 +81,6 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """Return the names of the positional arguments; for a `Pair`, of its forward."""
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:
@@ -91,7 +90,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with `implementation=None` bound if it has no "autodiff", because it is not from jaxbp."""
+    """Return `function` with `implementation=None` bound if it has no "autodiff", as in other packages."""
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)

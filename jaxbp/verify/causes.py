@@ -1,4 +1,4 @@
-"""Describe in words how a gradient is wrong, such as by a factor, a sign, or a permutation."""
+"""Describe in words how a gradient is wrong, such as by a factor."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ PERCENT = 0.1
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return in a few words how a wrong array `a` differs from the right one `e`, or an empty string."""
+    """Return in a few words how an array `a` differs from the right one `e`, or an empty string."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""

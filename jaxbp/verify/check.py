@@ -36,7 +36,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""The largest number of constants of a program at which the check looks for kinks."""
+"""The largest number of constants at which the check looks for kinks."""
 
 
 def check(
@@ -138,7 +138,6 @@ def check(
 
 
 def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[str, Any]]]:
-    """Yield the name, the arguments, and the options of each case. The user's case has an empty name."""
     arguments = take_apart(op, args)
     yield "", arguments, options
     seen = [(args, {**options})]

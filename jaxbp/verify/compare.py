@@ -21,9 +21,9 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 
 BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""Maps a dtype to the relative difference that adding numbers in another order may cause."""
+"""Maps a dtype to the relative difference that another order of sums may cause."""
 TF32 = 1e-2
-"""The relative difference allowed on a GPU, where tensor cores round products if no precision is requested."""
+"""The allowed relative difference on a GPU, where tensor cores round products by default."""
 AS_FAST = 1.05
 """The least ratio of times that differ."""
 HOST_BOUND = 0.05
@@ -66,7 +66,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page, with other HTML elements before and after the comparison's sections."""
+        """Return an HTML page, with HTML elements before and after the comparison's sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),

@@ -1,4 +1,4 @@
-"""Compile one program for a function's value and gradients, and one for each higher order of derivatives."""
+"""Compile one program for a function's value and gradients, and one for each higher order."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

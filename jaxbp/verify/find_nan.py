@@ -1,4 +1,4 @@
-"""Find the first operation at which a value or a cotangent stops being finite, by running a program step by step."""
+"""Find the operation at which a value or a cotangent stops being finite."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, palla
 _HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
 """Lines of files whose names start with these texts are not shown."""
 _SHOWN = 8
-"""The largest number of inputs or results of an operation that a report shows."""
+"""The largest number of inputs or results that a report shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,6 @@ def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], pla
 
 
 def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    """Return, for each result of a scan, the operation that made it not finite, or None."""
     params = equation.params
     consts, carry = scan_sizes(params)
     fixed, state, xs = inputs[:consts], list(inputs[consts : consts + carry]), inputs[consts + carry :]
@@ -181,7 +180,6 @@ def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[No
 
 
 def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    """Return, for each result of a loop, the operation that made it not finite, or None."""
     params = equation.params
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body, state = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
@@ -217,7 +215,7 @@ def _op_in(scope: str) -> tuple[str, str]:
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp, or ""."""
+    """Return the innermost lines outside of JAX and jaxbp, and in jaxbp, or ""."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

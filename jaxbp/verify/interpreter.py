@@ -32,7 +32,7 @@ def called(equation: Any) -> Any:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program and of its inner programs, such as the body of a loop."""
+    """Yield the equations of a program and of its inner programs."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -41,7 +41,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program. The function `constant` converts its constants to values for the rule."""
+    """Return the results of a program. `constant` converts its constants to values for the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -53,7 +53,7 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Return the results of one equation, with some of its parameters changed."""
+    """Return the results of one equation, with some parameters changed."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
     return list(results) if primitive.multiple_results else [results]
@@ -123,7 +123,7 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    """Return whether a program has custom derivative rules from outside JAX, unlike the rule of `jax.nn.relu`."""
+    """Return whether a program has custom derivative rules from outside JAX."""
     return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
 
 

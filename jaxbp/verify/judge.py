@@ -32,12 +32,12 @@ FACTOR_ELEMENTS = 8
 MOST = 32
 """The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`: parts of the op's results, sets of other roundings, elements of all gradients."""
+"""Limits of `_decided_by_rounding`: parts of the results, sets of other roundings, elements of all gradients."""
 ROUNDINGS = 16
 """The largest distance of a kink near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
-"""The largest distance of a kink exactly at the data, as a fraction of an argument's largest element."""
+"""The largest distance of a kink at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 """A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
 `KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
@@ -116,7 +116,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return two masks: elements that must have the expected number, and elements that cannot be decided."""
+        """Return masks of the elements that must have the expected number, and that cannot be decided."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # If the arguments are finite, NaN is never expected. An infinite gradient is expected only if the op must have
         # autodiff's slope at a kink.
@@ -205,7 +205,6 @@ class Judge:
         return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
-        """Return for which elements a term of the i-th gradient exceeds the range of the dtype."""
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
             cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
@@ -215,7 +214,6 @@ class Judge:
         return beyond
 
     def _precision_of(self, dtype):
-        """Return the less precise of the two dtypes, by name."""
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         narrow = self.precision is not None and self.precision.name in self.tolerances
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name

@@ -32,7 +32,7 @@ def lifted(function: Callable) -> Callable:
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the floating dtype of least precision among values that depend on the programs' floating arguments."""
+    """Return the least precise floating dtype among values that depend on floating arguments."""
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
@@ -87,7 +87,7 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """Return a parameter with every floating dtype replaced by float64, also in inner programs."""
+    """Replace every floating dtype in a parameter by float64, also in inner programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

@@ -83,7 +83,6 @@ class Measured:
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
-        """The programs that ran, each with its entry of `KINDS`."""
         both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
         return [(kind, program) for kind, program in both if program is not None]
 
@@ -187,7 +186,6 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
 
 
 def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
-    """Call `function` several times in sequence, and return the last results."""
 
     def call(before, _):
         # The barrier prevents XLA from merging and overlapping calls.

@@ -58,7 +58,7 @@ def printed(*parts: RenderableType) -> str:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print the parts in sequence. Lines of text are not wrapped."""
+    """Print the parts in sequence, without wrapping text."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 

@@ -13,7 +13,7 @@ from jaxbp.verify.derivatives import Arrays, scale_of
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A number that is subnormal in float32 and bfloat16, and one slightly above the smallest normal number."""
+"""A subnormal number in float32 and bfloat16, and one slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return the check's generator, unlike any that a user makes with the same seed."""
+    """Return a generator unlike any that a user makes with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -82,7 +82,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point at which all arguments `same` equal one of them, the one with the narrowest range."""
+    """Return a point at which the arguments `same` all equal the one with the narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -140,7 +140,7 @@ def _has_subnormals() -> bool:
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:
-    """Round to multiples of a large number, and make every third element equal to the previous one."""
+    """Round to multiples of a large number, and repeat some elements."""
     unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
     positive = (a > 0).all() and not (a <= 1).all()
     coarse = (np.ceil if positive else np.round)(a / unit) * unit

@@ -14,7 +14,7 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype."""
+    """The programs that compute one implementation's values and derivatives in one dtype."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Programs:
         return [[a[k] for a in found] for k in range(len(points))]
 
     def with_one_array(self, values: Arrays, cotangents: Arrays, same: Sequence[int]) -> tuple[list[Any], Any]:
-        """Return the values, and the gradient with respect to one array that is passed as several arguments."""
+        """Return the values, and the gradient with respect to one array passed as several arguments."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
 
         def function(array):

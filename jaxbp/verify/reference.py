@@ -1,4 +1,4 @@
-"""The expected gradients of an op in float64, by autodiff of the forward, confirmed by finite differences."""
+"""The expected gradients of an op in float64, by autodiff and confirmed by finite differences."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""The largest number of infinite or NaN elements per gradient that finite differences recompute."""
+"""The largest number of elements per gradient that finite differences recompute if they are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Reference:
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
-        """Return the floating dtype of least precision in which the forward computes for arguments of these dtypes."""
+        """Return the least precise floating dtype in which the forward computes for arguments of these dtypes."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
@@ -371,7 +371,6 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
 
 
 def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
-    """Raise TypeError if a second trace of the function gives a different program."""
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
@@ -379,7 +378,6 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
 
 
 def _signature(program):
-    """Return the primitive, the shapes of the results, and the constants of each equation."""
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
     return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
 

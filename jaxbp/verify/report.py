@@ -14,7 +14,6 @@ WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
 NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
-"""The largest number of failures that the `repr` of a result shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The names of the data that was checked, the user's first."""
+        """The names of the data that was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
@@ -179,7 +178,7 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """Return, as text, the largest relative error in each dtype among the rows within the tolerance."""
+    """Return the largest relative error in each dtype among rows within the tolerance, as text."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:
@@ -188,7 +187,7 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """Return the reasons why rows beyond the tolerance pass, with the names of the data."""
+    """Return why rows beyond the tolerance pass, with the names of the data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:

@@ -52,7 +52,7 @@ def _moved(random, by, equation, inputs, y):
 
 
 def _floats_moved(moved: Callable) -> Callable:
-    """Return a rule that replaces each floating result y of an equation or loop by `moved(equation, inputs, y)`."""
+    """Return a rule that replaces each floating result y by `moved(equation, inputs, y)`."""
 
     def rule(equation, inputs):
         if (program := called(equation)) is not None:
@@ -97,13 +97,12 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Return which elements of `a` the dtype `narrow` represents exactly."""
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 
 
 def _mixed(seed, a):
-    """Return a pseudorandom number for each element of `a`, with its sign and a magnitude from 0.5 to 1."""
+    """Return a pseudorandom number for each element, with its sign and a magnitude from 0.5 to 1."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -1,4 +1,4 @@
-"""Evaluate a program for finite differences, with the argument of `stop_gradient` as a constant."""
+"""Evaluate a program with the argument of `stop_gradient` as a constant."""
 
 from collections.abc import Callable
 from typing import NamedTuple

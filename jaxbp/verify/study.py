@@ -1,4 +1,4 @@
-"""Check one case, a set of arguments and options of an op: compare each implementation with the reference."""
+"""Compare each implementation with the reference for one case, a set of arguments and options of an op."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""Bounds of the default `most_elements`, which is `WORK` divided by the number of elements of arguments and results."""
+"""Bounds of the default `most_elements`, `WORK` divided by the number of elements of arguments and results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,6 @@ class Study:
         return found, failed
 
     def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation, also for what is not checked."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
@@ -286,7 +285,6 @@ class Study:
 
 
 def is_broken(rows: Sequence[CheckRow]) -> bool:
-    """Return whether a value or a gradient is wrong on the user's data."""
     return any(row.verdict == "failed" and row.data == USER_DATA and row.order < 2 for row in rows)
 
 

@@ -18,7 +18,7 @@ products, a GPU reaches its power limit within 0.2 s. Its clock may then drop to
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
-    """Return the executable of a function, and the seconds to trace, lower, and compile it."""
+    """Return the executable of a function, and the seconds of tracing, lowering, and compilation."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled, time.perf_counter() - start
@@ -73,7 +73,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds of `calls` calls, and the seconds for which the host waited for the device."""
+    """Return the seconds of `calls` calls, and for how long the host waited for the device."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -31,7 +31,7 @@ def allowed(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 def excess_and_difference(
     a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return each element's difference divided by the allowed difference plus `more`, and the difference itself."""
+    """Return each difference divided by the allowed difference plus `more`, and the difference itself."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))

@@ -1,4 +1,4 @@
-"""The report on a trained logic network: its accuracies and gates, and the code and speed of the circuit."""
+"""The report on a trained logic network: accuracies, gates, code, and speed of the circuit."""
 
 import io
 import shutil
@@ -104,7 +104,7 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
 
 
 def histogram(circuit: AnyCircuit, title: str) -> bytes:
-    """Return a PNG with one bar chart per layer, which shows the number of gates with each function."""
+    """Return a PNG with one bar chart per layer: the number of gates with each function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
     figure.suptitle(f"{title}: the gates of each layer")

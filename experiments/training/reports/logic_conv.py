@@ -1,4 +1,4 @@
-"""The report on a trained convolutional logic network. Small circuits also get `circuit.v`."""
+"""The report on a trained convolutional logic network."""
 
 from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
