@@ -70,12 +70,11 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of ops of the catalogue at every offset and scale, for one case per op.
 
-    All arguments are moved at once, and then each argument separately. The gradient `dy`, weights, and integers are not
-    moved. A location is left out if the data overflows there, or if numbers that an op must tell apart become equal.
+    All arguments except `dy`, weights, and integers are moved at once, and then each separately. A location is left out
+    if the data overflows there, or if numbers that an op must tell apart become equal.
 
     Args:
       cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster.
-      draws: the number of random draws at each location.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -197,8 +196,8 @@ class _Errors(NamedTuple):
 def _errors(dtype, actual, native, exact, by_formula):
     """Return the `_Errors` of a result, counting only elements that the dtype can hold; None if it can hold none.
 
-    `exact` and `by_formula` compute the result in float64 in two ways. Their difference is added to the allowed error.
-    If autodiff loses more than a few roundings, sums cancel and rows may be correct by chance, so the median counts.
+    `exact` and `by_formula` are the result in float64, whose difference is added to the allowed error. If autodiff
+    loses many digits, sums cancel and rows may be correct by chance, so the median counts.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -1,7 +1,9 @@
-"""Check autodiff's gradients of public functions, from JAX and from packages based on JAX. All must pass.
+"""Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
 
-python -m experiments.check_public                           # functions of all installed packages, three seeds each
-python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
+    python -m experiments.check_public                           # functions of all installed packages, three seeds each
+    python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
+
+The exit code is 1 if a function failed.
 """
 
 import dataclasses

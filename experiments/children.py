@@ -40,11 +40,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work` is a function at the top level of a module, which yields the results of a task. A process is killed if it
-    yields nothing for `limit` seconds. The next task is taken from `tasks` when a process is free.
-
-    Raises:
-      RuntimeError: if a process dies before it begins its first task.
+    `work`, a function at the top level of a module, yields the results of a task. A process is killed if it yields
+    nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
     """
     share_gpus()
     children, order = [], collections.deque()

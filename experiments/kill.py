@@ -82,8 +82,7 @@ def run(config: KillConfig, _: str) -> int:
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
     """Start or resume the run and end it, repeatedly, and yield the kind of each kill's moment.
 
-    Raises:
-      BrokenRun: if a process ends before it is killed, or its newest checkpoint is corrupt.
+    Raise BrokenRun if a process ends before it is killed, or its newest checkpoint is corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):

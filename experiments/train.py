@@ -47,8 +47,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Maps an experiment to the module whose `report(config, trained model, dataset)` writes its `FILES` into run_dir, and
-returns lines to print."""
+"""Maps an experiment to the module whose `report` writes its `FILES` into run_dir, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -121,8 +120,7 @@ def _shared(
 ) -> tuple[TrainState, int, bool]:
     """Broadcast the state, the number of completed epochs, and whether training is finished, from process 0.
 
-    Raises:
-      UserError: (a ValueError) if this process has other data, or another model, than process 0.
+    Raise UserError if this process has other data, or another model, than process 0.
     """
     checksum = np.uint32(0)
     if jax.process_count() > 1:
@@ -141,11 +139,8 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. If it names no run directory, the config gets a new one.
 
-    With `--resume` and `--run-dir`, the experiment and the settings that are not given come from the saved run.
-
-    Raises:
-      UserError: (a ValueError) for a run that does not exist or has other settings.
-      SystemExit: after `--help`, or with code 2 after a message about invalid arguments.
+    With `--resume` and `--run-dir`, the experiment and the settings that are not given come from the saved run. If this
+    run does not exist or has other settings, UserError is raised. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")

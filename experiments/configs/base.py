@@ -34,10 +34,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed finite values of a numeric setting, as in `Annotated[int, Range(1)]`.
-
-    They are from `least` to `most`. With `above`, `least` itself is not allowed.
-    """
+    """The allowed finite values of a numeric setting, from `least` (or `above` it) to `most`."""
 
     least: float = 0
     most: float = math.inf
@@ -59,11 +56,7 @@ FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings that every experiment shares.
-
-    Raises:
-      UserError: (a ValueError) for an invalid value.
-    """
+    """The settings that every experiment shares. An invalid value raises UserError, a ValueError."""
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
@@ -172,7 +165,7 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults.
 
     Raises:
-      UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
+      UserError: (a ValueError) for the settings of another experiment, or an unknown setting.
     """
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:

@@ -37,9 +37,6 @@ def write_page(
       target: the target picture. The page shows it next to the grid, and counts the cells that agree with it.
       fire_rate: the probability that a cell updates in a tick.
       visible: the number of channels that are shown, 1 to 3; by default the target's channels, or 1.
-
-    Raises:
-      ValueError: if the channels of `initial_state`, the shape of `target`, or `visible` do not fit the circuit.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])

@@ -49,9 +49,7 @@ def write_pictures(
     """Write pictures of three runs of `ticks` ticks, and return the files. The runs start from `initial_state`, from
     `large_state`, and from the last state of the first run with a square destroyed.
 
-    Args:
-      visible: the number of channels that are shown, 1 to 3.
-      fire_rate, seed: arguments of `CellularCircuit.run`.
+    The first `visible` channels are shown. `fire_rate` and `seed` are arguments of `CellularCircuit.run`.
     """
 
     def run(state, number):

@@ -75,11 +75,7 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
-    """Return the names, by default all known names.
-
-    Raises:
-      UserError: (a ValueError) for unknown names. The message proposes similar names, or lists all known names.
-    """
+    """Return the names, by default all known names; or raise UserError with similar names or all known names."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))

@@ -11,10 +11,7 @@ SUFFIX = ".jaxbp-tmp"
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path`, so that a reader sees either the old file or the complete new file, even after a kill.
 
-    A kill can leave a temporary file in the folder (`is_leftover`).
-
-    Raises:
-      OSError: with the name of the file, if it cannot be written.
+    A kill can leave a temporary file in the folder (`is_leftover`). An OSError has the name of the file.
     """
     temporary = temporary_name(path)
     try:

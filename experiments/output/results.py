@@ -1,13 +1,15 @@
-"""The fields that all result files share. A result file is a JSON object with these fields and those of its command:
+"""The fields that all result files share. A result file is a JSON object.
 
-schema     1
-command    the command line
-date       ISO 8601, UTC
-commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
-device     JAX's name for the kind of device
-platform   "cpu", "gpu", ...
-versions   the versions of Python, jaxbp, and the packages that it uses
-note       further information for the reader; optional
+    schema     1
+    command    the command line
+    date       ISO 8601, UTC
+    commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
+    device     JAX's name for the kind of device
+    platform   "cpu", "gpu", ...
+    versions   the versions of Python, jaxbp, and the packages that it uses
+    note       further information for the reader; optional
+
+Each command adds its fields.
 """
 
 import json

@@ -146,14 +146,8 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Return the communication in a compiled program.
-
-    Returns:
-      collectives: the number of collectives of each kind.
-      bytes: the total bytes of the collectives' results.
-      kernels: the number of jaxbp kernels.
-      kernels_meanwhile: the number of jaxbp kernels between the start and the end of a collective.
-    """
+    """Return the collectives of each kind and the bytes of their results, the number of jaxbp's kernels, and the number
+    of these kernels between the start and the end of a collective."""
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():
         if found := COLLECTIVE.search(line):

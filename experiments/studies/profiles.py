@@ -8,8 +8,8 @@ default it runs in float32 with "pallas" and "default" precision. The profile ha
 cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
 
 Each workload runs in a separate process under the profiler, so that a failure affects only its rows. The profiler runs
-each kernel several times, restores its memory, and flushes the caches. The times are therefore for an isolated kernel
-with cold caches, and are longer than in the program. CUDA graphs are disabled.
+each kernel several times, with its memory restored and the caches flushed. The times are therefore longer than in the
+program. CUDA graphs are disabled.
 
 Each row contains:
 

@@ -3,9 +3,8 @@
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument contains the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
-files. Concurrent runs (`--processes`) slow each other down, which makes their times unreliable. The result file has one
-row per setting and seed, and is rewritten after each run.
+Each argument has the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
+files. Concurrent runs (`--processes`) make the times unreliable. The result file has one row per setting and seed.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
 The code of the page, which checks the gradients of each kernel, runs first. It defines the kernels in `STEPS`. Each row
-of the report has the step's name, the time in microseconds with the final sum of dscale, and the share of the roofline.
-The roofline is the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale.
+of the report has the time in microseconds, with the final sum of dscale, and the share of the roofline. The roofline is
+the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale.
 """
 
 import argparse

@@ -140,8 +140,7 @@ def _silent_threads() -> Iterator[None]:
 def _for_orbax(folder: Path) -> Iterator[Path]:
     """Yield an absolute path to the folder that Orbax accepts.
 
-    Orbax fails for `[`, for a backslash, and for names that are not UTF-8. A path with unusual characters leads through
-    a symbolic link.
+    Orbax fails for `[`, for a backslash, and for names that are not UTF-8. The path is then a symbolic link.
     """
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):

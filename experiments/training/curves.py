@@ -25,8 +25,8 @@ def draw(
 ) -> bytes:
     """Return a PNG of the loss and the error rate per epoch, and below them the first misclassified test images.
 
-    `predictions (N,)` are the predicted classes of the test images, or None for a picture without test images. `names`
-    are the names of the training curve and of the evaluation curve.
+    `predictions (N,)` are the predicted classes of the test images; None shows no images. `names` are the names of the
+    training curve and of the evaluation curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:

@@ -186,10 +186,9 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return Adam with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
+    """Return AdamW with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
 
-    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip. Each step also
-    subtracts weight_decay × learning rate × parameters (AdamW).
+    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)

@@ -97,10 +97,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 
 
 class RunDirectory:
-    """A context manager that writes the files of a run, and keeps other processes out of the directory.
-
-    The settings `config` of a resumed run may differ from the saved settings in the number of epochs and the devices.
-    """
+    """A context manager that writes the files of a run, and keeps other processes out of the directory."""
 
     def __init__(self, config: Config):
         self.config, self.metrics = config, []
@@ -154,8 +151,7 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the state of the checkpoint, or `initial` in a new directory.
 
-        Raises:
-          BrokenRun: if the checkpoint is of another model, or `constants`, its checksum of fixed variables, differs.
+        Raise BrokenRun if the checkpoint is of another model, or if the checksum of its `constants` differs.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)

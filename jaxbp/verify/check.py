@@ -63,6 +63,7 @@ def check(
 
     Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array passed
     as all arguments of its shape. Gradients are also compared on added data. `added` names this data:
+
     - "cotangents": dy times -30, and dy with zeros.
     - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds.
       Also -0 and subnormal numbers.

@@ -59,7 +59,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
-    The modes (False for forward, True for reverse) are tried in their order. Each program is changed by `transform`.
+    The modes (False for forward, True for reverse) are tried in turn. `transform` changes each program.
     """
 
     def __init__(

@@ -92,13 +92,12 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
 
-    An element is confirmed if, with any step size, its slope equals autodiff's gradient. A large step may cross a kink,
+    An element is confirmed if its slope with any step size equals autodiff's gradient. A large step may cross a kink,
     and a small step may show only rounding errors.
 
     An element is contradicted if the slopes with two successive step sizes agree, the left and the right slope agree,
-    and they differ from autodiff's gradient. The slope is then expected. Otherwise autodiff's gradient is expected, as
-    at a kink. It is also expected if rounding explains the difference, because a rounded function is piecewise linear,
-    and wrong slopes can then agree with each other.
+    and they differ from autodiff's gradient by more than rounding explains. The slope is then expected. Otherwise, such
+    as at a kink, autodiff's gradient is expected.
 
     Args:
       steps: the largest step of each element.
