@@ -148,7 +148,6 @@ class _Drawn:
         self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
-        """Return a function from `(values, cotangents)` to `result -> array`."""
         function = self._of_floats(implementation)
 
         def named(values, cotangents):

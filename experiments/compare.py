@@ -88,7 +88,6 @@ def _main(config: CompareConfig, command: str) -> int:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compare, print tables, and rewrite the result file after each part."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")

@@ -92,7 +92,6 @@ BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)
 """Pattern for a finding: one line, and its indented lines."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
-"""The largest number of findings per process."""
 FOUND = 99
 """The exit code of compute-sanitizer if it reports a finding."""
 ENVIRONMENT = {

@@ -258,7 +258,6 @@ class AutomatonConfig(TrainingConfig):
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        """Set the parameters so that every gate passes on its input a or b, at random."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
 

@@ -22,7 +22,6 @@ SEPARATING_DRAWS = 200
 
 
 def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
-    """Return the first draw for which `_returns`, or None."""
     for _ in range(MOST_DRAWS):
         drawn = draw()
         if _returns(_sources(automaton, *drawn)):

@@ -109,7 +109,6 @@ class TrainingConfig:
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the defaults of settings that depend on other settings."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -129,7 +128,6 @@ class TrainingConfig:
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
-        """Fill in missing settings, so that the saved config is complete."""
         for field, value in settings.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
@@ -162,11 +160,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults.
-
-    Raises:
-      UserError: (a ValueError) for the settings of another experiment, or an unknown setting.
-    """
+    """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
@@ -191,11 +185,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return `saved` with the number of epochs and the `FIELDS_WITHOUT_EFFECT` of `config`.
-
-    Raises:
-      UserError: (a ValueError) if another setting that affects the result differs.
-    """
+    """Return `saved` with the number of epochs and the `FIELDS_WITHOUT_EFFECT` of `config`, which may differ."""
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)
     if differing and differences(more, config):

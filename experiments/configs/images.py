@@ -25,8 +25,6 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(TrainingConfig):
-    """The settings of the experiments that classify images."""
-
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
 
     dataset: DatasetName = "digits"

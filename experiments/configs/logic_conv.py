@@ -8,10 +8,11 @@ Fashion-MNIST has:
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-With the gates of a kernel counted at every position, it has 8939 k gates, and 657 k in the or-pools. The sizes s (k =
-16), m (64), and l (132) have 143,024, 572,096, and 1,179,948 gates; the published ones 147,000, 566,000, and 1,270,000.
-The paper pads the second and third convolutions and has a third pool, which would give 11,564 k and 999 k gates. For
-CIFAR-10, four convolutions have k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools.
+With the gates of a kernel counted at every position, the network has 8939 k gates, and 657 k in the or-pools. For size
+s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132), 1,179,948 and
+86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and third
+convolutions and has a third pool, which would give 11,564 k and 999 k gates. The network for CIFAR-10 has convolutions
+with k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
@@ -50,9 +51,7 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions, with kernels as multiples of k."""
     widths: Sequence[int]
-    """Gates per layer, as multiples of k."""
     sizes: Mapping[SizeName, Size]
 
 

@@ -39,7 +39,6 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def described(annotation: Any) -> str:
-    """Return the annotation as text, such as "Path or None"."""
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(map(described, get_args(annotation)))
     if annotation is types.NoneType:

@@ -115,11 +115,7 @@ def default_data_dir(name: str) -> Path:
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
-    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`.
-
-    Raises:
-      UserError: (a ValueError) for a corrupt file, items of another shape, or more than `MOST_ITEMS` items.
-    """
+    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     try:
@@ -165,12 +161,7 @@ def _digits() -> Dataset:
 
 
 def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8[np.ndarray, " images"]]:
-    """Read the images and labels of one of CIFAR-10's binary files.
-
-    Raises:
-      UserError: (a ValueError) for an incomplete image, no images, more than `MOST_ITEMS` images, or labels above 9.
-      FileNotFoundError: for a missing file.
-    """
+    """Read the images and labels of one of CIFAR-10's binary files."""
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
         raise FileNotFoundError(f"{path.name} is not in {path.parent}; wants CIFAR-10's binary files in it, {files}")

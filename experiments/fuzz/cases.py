@@ -40,7 +40,6 @@ def draw_case(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def takes(function: Callable, case: Case) -> bool:
-    """Return whether the plain formula accepts a case, and has floating results."""
     return bool(_results(function, case))
 
 
@@ -100,7 +99,6 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw a case whose labels are classes, or one weight per class."""
     case = _renamed(random, entry)
     logits, weights = case.arguments
     classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights

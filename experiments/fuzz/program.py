@@ -131,7 +131,6 @@ class Program:
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
-        """Return the transformed op as a function from its floating arguments to its floating results."""
         function = bind(self.entry.function, implementation, self.case.options)
         if implementation == "autodiff" and self.entry.name in REFERENCES:
             function = functools.partial(REFERENCES[self.entry.name], **self.case.options)

@@ -95,7 +95,6 @@ def _numbers(
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """Return the simplest program found that still fails."""
     candidates, tried = iter(smaller(program)), 0
     while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
         tried += 1

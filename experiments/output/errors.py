@@ -29,7 +29,6 @@ class BrokenRun(Exception):
 
 
 class Stopped(KeyboardInterrupt):
-    """The user has pressed Ctrl-C."""
 
 
 def run_command(

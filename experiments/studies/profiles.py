@@ -83,8 +83,6 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload that the command line names."""
-
     workload: Workload
     batch: int
     dtype: str

@@ -14,11 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses; by default, the largest number that divides the batch.
-
-    Raises:
-      UserError: (a ValueError) for more devices than are present, or a batch that cannot be divided evenly among them.
-    """
+    """Return the number of devices that a run uses; by default, the largest number that divides the batch."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:

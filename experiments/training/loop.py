@@ -96,11 +96,7 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation.
-
-    Raises:
-      UserError: (a ValueError) if a batch exceeds the training set, or for the errors of `devices.number_of`.
-    """
+    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size = {config.batch_size}; wants at most {examples}, the size of the training set")

@@ -53,11 +53,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the three options from a command line; return None if it has none of them.
-
-        Raises:
-          UserError: (a ValueError) if only some of the three options are given, or for invalid values.
-        """
+        """Parse the three options from a command line; return None if it has none of them."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)

@@ -58,7 +58,6 @@ def saved_config(path: Path) -> TrainingConfig:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Return the metrics of every epoch of a run, or raise the errors of `saved_config`."""
     return _metrics(newest(path))
 
 
@@ -142,7 +141,6 @@ class RunDirectory:
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
 
     def has_whole(self, names: Sequence[str]) -> bool:
-        """Return whether the files are unchanged since `seal`."""
         try:
             return read(self._path / CHECKSUMS) == self._checksums(names).encode()
         except OSError:

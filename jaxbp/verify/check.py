@@ -33,7 +33,6 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(rtol=1e-4, atol=1e-7, step=None),
     "float64": Tolerance(rtol=1e-7, atol=1e-10, step=1e-7),
 }
-"""The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
 """The largest number of constants at which the check looks for kinks."""

@@ -62,7 +62,6 @@ class Comparison:
         return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
 
     def to_html(self, path: str | os.PathLike) -> None:
-        """Write the comparison as one HTML file."""
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
@@ -234,7 +233,6 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """Return the range of the ratio of two programs' times over their rounds, as text."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 Function = Callable[..., list[Array]]
-"""A function of floating arrays, with floating results."""
 Arrays = Sequence[np.ndarray]
 
 

@@ -23,7 +23,6 @@ _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, palla
 _HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
 """Lines of files whose names start with these texts are not shown."""
 _SHOWN = 8
-"""The largest number of inputs or results that a report shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +153,6 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
 
 
 def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], place: _Place) -> NonFinite | None:
-    """Return the operation that made the results of an equation non-finite; None if a constant did."""
     wrong = [a for a in inputs if not _finite(a.array)]
     from_constant = wrong and not any(_has("NaN", a) for a in results)
     origin = next((a.origin for a in wrong if a.origin is not None), None)

@@ -32,7 +32,6 @@ def called(equation: Any) -> Any:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program and of its inner programs."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -53,7 +52,6 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Return the results of one equation, with some parameters changed."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
     return list(results) if primitive.multiple_results else [results]

@@ -60,7 +60,6 @@ class _Case:
         return self.expected.contradicted[self.i]
 
     def excess(self, more: Any = 0.0) -> np.ndarray:
-        """Return each element's difference divided by its allowed difference plus `more`."""
         return excess_and_difference(self.a, self.e, self.tolerance, more)[0]
 
 
@@ -219,7 +218,6 @@ class Judge:
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """Return the median of autodiff's largest errors on data near the point."""
         autodiff = self.autodiff
         if autodiff is None:
             return 0.0
@@ -257,7 +255,6 @@ class Judge:
         return fine, "any slope is right at a kink" if (at_it & fine).any() else "within rounding error of a kink", hint
 
     def _jump(self, point, order, i, around, indices, limit):
-        """Return which elements of the i-th gradient have a kink between the point and a nearby point."""
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
         change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
@@ -360,7 +357,6 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:
-    """Return each argument's name and value at the index `worst`, if it broadcasts to the shape."""
     found = []
     for name, a in zip(names, point.values, strict=True):
         aligned = shape[len(shape) - a.ndim :] if a.ndim <= len(shape) else None

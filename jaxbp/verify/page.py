@@ -58,7 +58,6 @@ def printed(*parts: RenderableType) -> str:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print the parts in sequence, without wrapping text."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 

@@ -140,7 +140,6 @@ def _has_subnormals() -> bool:
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:
-    """Round to multiples of a large number, and repeat some elements."""
     unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
     positive = (a > 0).all() and not (a <= 1).all()
     coarse = (np.ceil if positive else np.round)(a / unit) * unit

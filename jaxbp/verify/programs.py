@@ -14,8 +14,6 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """The programs that compute one implementation's values and derivatives in one dtype."""
-
     def __init__(
         self,
         op: Callable,
@@ -58,7 +56,6 @@ class Programs:
         return self._derivatives(order, self._in_dtypes(values), cotangents, directions)
 
     def outside_jit(self, values: Arrays, cotangents: Arrays) -> list[Any]:
-        """Return values and gradients, computed without `jit`."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
@@ -75,7 +72,6 @@ class Programs:
         return [[a[k] for a in found] for k in range(len(points))]
 
     def with_one_array(self, values: Arrays, cotangents: Arrays, same: Sequence[int]) -> tuple[list[Any], Any]:
-        """Return the values, and the gradient with respect to one array passed as several arguments."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
 
         def function(array):

@@ -28,7 +28,6 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""The largest number of elements per gradient that finite differences recompute if they are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +206,6 @@ class Reference:
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
-        """Return `derivative` of the function without its custom derivative rules."""
         if self.independent:
             return self.derivative(order, values, cotangents, directions)
         with float64():
@@ -285,7 +283,6 @@ class Reference:
             return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
 
     def _rounding_of_sum(self, values, cotangents):
-        """Return an upper bound of the rounding error of `Σ c y`, cotangents c times results y."""
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
@@ -356,7 +353,6 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
 
 
 def with_gradient_of(forward: Function, surrogate: Function) -> Function:
-    """Return a function with the value of `forward` and the derivative of `surrogate`."""
 
     @jax.custom_jvp
     def function(*values):

@@ -97,7 +97,6 @@ class CheckResult:
 
     @property
     def not_tried(self) -> tuple[str, ...]:
-        """The dtypes and transformations that were skipped, with reasons."""
         skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != USER_DATA)
         return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
 
@@ -135,7 +134,6 @@ class CheckResult:
         return Group(*lines)
 
     def table(self) -> Table:
-        """Return the rows as a Rich table."""
         fields = ("op", "implementation", "dtype", "case", "data", "argument", "order", "against")
         fields = [field for field in fields if field != "case" or any(row.case for row in self.rows)]
         table = Table(*fields, "max abs", "max rel", "verdict")
@@ -187,7 +185,6 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """Return why rows beyond the tolerance pass, with the names of the data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:

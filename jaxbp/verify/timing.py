@@ -18,7 +18,6 @@ products, a GPU reaches its power limit within 0.2 s. Its clock may then drop to
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
-    """Return the executable of a function, and the seconds of tracing, lowering, and compilation."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled, time.perf_counter() - start

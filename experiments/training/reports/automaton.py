@@ -28,7 +28,6 @@ UNSEEN = np.uint32(2**31)
 TIMED_GRID = (256, 256)
 LIFE_GRID, LIFE_TICKS = (128, 128), 300
 LARGER = 4
-"""The factor between the sides of the two grids of the pictures."""
 
 
 def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> str:

@@ -104,7 +104,6 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
 
 
 def histogram(circuit: AnyCircuit, title: str) -> bytes:
-    """Return a PNG with one bar chart per layer: the number of gates with each function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
     figure.suptitle(f"{title}: the gates of each layer")
