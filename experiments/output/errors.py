@@ -29,6 +29,7 @@ class BrokenRun(Exception):
 
 
 class Stopped(KeyboardInterrupt):
+    """The user has pressed Ctrl-C."""
 
 
 def run_command(
