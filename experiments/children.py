@@ -69,7 +69,7 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory as needed, by default. Call this before JAX starts."""
+    """Let JAX allocate GPU memory as needed, unless the environment forbids it. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

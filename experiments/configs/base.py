@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed finite values of a numeric setting, from `least` (or `above` it) to `most`."""
+    """The allowed finite values of a numeric setting, from `least` to `most`. With `above`, `least` is excluded."""
 
     least: float = 0
     most: float = math.inf
@@ -185,7 +185,11 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return `saved` with the number of epochs and the `FIELDS_WITHOUT_EFFECT` of `config`, which may differ."""
+    """Return `saved` with the epochs and `FIELDS_WITHOUT_EFFECT` of `config`.
+
+    Raises:
+      UserError: (a ValueError) if another field differs.
+    """
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)
     if differing and differences(more, config):

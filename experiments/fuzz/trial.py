@@ -69,7 +69,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the exact values, except where any value of `ours` is correct: there, return the value itself.
+    """Return the exact values, except where any value of `ours` is correct: there, return this value.
 
     Any value is correct where autodiff in float64 is NaN, because a better formula may give a number. Infinity or NaN
     is correct if the exact value may overflow (`HEADROOM`).

@@ -22,7 +22,7 @@ from jaxbp.catalogue import Entry
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
 """Fewer locations and draws, for convolutions and kernels without a GPU, where each CTA takes milliseconds."""
 MORE = 8
-"""The factor of the number of draws in a second measurement of a location."""
+"""The factor of the number of draws when a location is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 

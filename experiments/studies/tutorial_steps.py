@@ -67,7 +67,7 @@ def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
 def measured(
     kernels: Mapping[str, Callable], arrays: Sequence[jax.Array], seconds: float
 ) -> Iterator[dict[str, float | str]]:
-    """Yield the time of each of the `kernel(*arrays)`, which return dx and dscale, and its share of the roofline."""
+    """Yield the time and the share of the roofline of each `kernel(*arrays)`, which returns dx and dscale."""
     read = sum(a.nbytes for a in arrays)
     rates = measured_rates(str(arrays[0].dtype), seconds)
     for step, kernel in kernels.items():

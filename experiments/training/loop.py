@@ -58,7 +58,7 @@ class Metrics(NamedTuple):
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
-    """Seconds of compilation, which precedes the first epoch of a process."""
+    """Seconds of compilation before this epoch; 0 except in the first epoch of a process."""
     loss_scale: float | None = None
     """The factor of the loss after this epoch, or None."""
     skipped_steps: int = 0
@@ -66,7 +66,7 @@ class Metrics(NamedTuple):
 
 
 MOST_SKIPPED = 50
-"""The limit of consecutive skipped steps, after which the loss scale is long at its smallest value."""
+"""The limit of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
 """The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
 1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""

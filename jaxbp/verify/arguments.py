@@ -90,7 +90,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with `implementation=None` bound if it has no "autodiff", as in other packages."""
+    """Return `function` with `implementation=None` bound if it takes no "autodiff", as in other packages."""
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)

@@ -135,10 +135,10 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slopes of elements at which autodiff is not finite, or NaN if they cannot be decided.
+    """Return the slopes of elements at which autodiff is not finite.
 
-    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The two sides must agree, or
-    only one of them has a slope.
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. If neither side has a slope, or
+    the two sides disagree, the result is NaN.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

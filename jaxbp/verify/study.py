@@ -139,8 +139,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # Custom rules may have raised the error in the reference, too. If autodiff without custom rules succeeds,
-            # the backward is wrong.
+            # The reference runs custom rules, so they may have raised the error. If autodiff without custom rules
+            # succeeds, the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
