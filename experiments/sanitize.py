@@ -1,9 +1,8 @@
 """Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
 
     pip install nvidia-cuda-sanitizer-api                       # installs a newer compute-sanitizer than most toolkits
-    python -m experiments.sanitize --json sanitizer.json
+    python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
-    python -m experiments.sanitize --processes 8 --limit 60 --attempts 3
 
 A process computes the value and gradients of one op with `implementation="pallas"`, for the op's small case, in float32
 and bfloat16. CUDA allocates every array, because XLA's memory pool would hide accesses beyond the end of an array.

@@ -2,8 +2,6 @@
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
     python -m experiments.train logic --json logic.json          # also writes the result to a file
-    python -m experiments.train ca-checkerboard
-    python -m experiments.train lenet --devices 4
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
 The last printed line is the test accuracy. `--help` lists the experiments, and after the name of an experiment, its

@@ -5,9 +5,9 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
-A case is an op of the catalogue with random shapes and options, in one implementation and dtype, with data of one of
-the kinds in `program.DATA`. The op is called directly or through a transformation of JAX, such as vmap or scan. The
-seed and the number of a case determine it. `jaxbp/verify/judge.py` describes the comparison with autodiff in float64.
+A case is an op of the catalogue with a random shape, options, implementation, dtype, data (`program.DATA`), and JAX
+transformation, such as vmap. The seed and the number of a case determine it. `jaxbp/verify/judge.py` describes the
+comparison with autodiff in float64.
 
 Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, the case counts
 as a crash. If it crashes with autodiff as well, the fault is in JAX. A failing case is reduced while it still fails,

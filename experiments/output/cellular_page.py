@@ -31,12 +31,10 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page.
+    """Write the page. It shows `target` next to the grid, and counts the cells that agree with it.
 
-    Args:
-      target: the target picture. The page shows it next to the grid, and counts the cells that agree with it.
-      fire_rate: the probability that a cell updates in a tick.
-      visible: the number of channels that are shown, 1 to 3; by default the target's channels, or 1.
+    `fire_rate` is the probability that a cell updates in a tick. The first `visible` channels are shown, by default the
+    target's channels, or 1.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])

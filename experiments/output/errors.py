@@ -37,10 +37,7 @@ def run_command(
 ) -> int:
     """Parse the command line, call `run(config, command)`, where `command` is its text, and return the exit code.
 
-    Args:
-      config: a dataclass, or a union of subcommands.
-      module: the module of the command, and its subcommand if it has one.
-      options: options of `tyro.cli`.
+    `config` is a dataclass, or a union of subcommands. `module` may be followed by a subcommand.
     """
     args = sys.argv[1:] if args is None else list(args)
     program = ["python", "-m", *module.split()]

@@ -13,11 +13,10 @@ program. CUDA graphs are disabled.
 
 Each row contains:
 
-- the time in microseconds
+- the time in microseconds, and the registers per thread
 - percentages of the device's peak: for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors (the
   tensor cores, for products), and the number of resident warps
 - the instructions issued per cycle, at most four
-- the registers per thread
 - the reason for which warps waited longest, with the wait in cycles per instruction
 """
 

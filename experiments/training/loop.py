@@ -206,8 +206,8 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` examples after shuffling are left out. `augment` changes the inputs at random, depending
-    only on `key`, `epoch`, and the step. Epochs count from 1, steps from 0.
+    The last `N % batch_size` examples after shuffling are left out. `key`, `epoch`, and the step determine how
+    `augment` changes the inputs. Epochs count from 1, steps from 0.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
@@ -277,9 +277,8 @@ def run(
     buffers of its initial state, so copy a state to keep it.
 
     Raises:
-      FloatingPointError: after an epoch with a loss that is not finite, or with a loss above `MOST_LOSS` or a parameter
-        above `MOST_PARAMETER`. With a loss scale, infinite losses raise it only if the epoch has no finite loss, or
-        after `MOST_SKIPPED` consecutive skipped steps.
+      FloatingPointError: after an epoch with a loss that is not finite, or above `MOST_LOSS`, or a parameter above
+        `MOST_PARAMETER`. With a loss scale, only an epoch without finite losses, or `MOST_SKIPPED` skipped steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

@@ -24,9 +24,8 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
 
     Attributes:
-      central: the slopes from one step below the element to one step above it.
+      central, right, left: the slopes for steps in both directions, up, and down.
       low, high: the sums, over all terms of `Σ c y`, of the smaller and of the larger of the two one-sided slopes.
-      right, left: the slopes for steps that make the element larger, and smaller.
       noise: the rounding error of the slopes, counting only results that change with the element.
       noise_of_all: the rounding error of the slopes, counting all results. A step may be too small to change a result.
     """

@@ -27,7 +27,7 @@ class Difference:
     Attributes:
       kind: one of `KINDS`.
       name: the name of the result, or of the argument with respect to which a derivative is taken.
-      absolute: the largest difference of an element; infinite where only one of the two is NaN.
+      absolute: the largest difference of an element; infinite if only one number is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
 
@@ -49,7 +49,6 @@ class Program:
       host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       compile_seconds: the time to trace, lower, and compile the function.
       peak_bytes: the size of arguments, results and temporaries, as XLA reports it.
-      temporary_bytes: the size of the temporaries.
     """
 
     microseconds: float
@@ -66,8 +65,6 @@ class Measured:
     """The findings for one implementation: its differences from the reference, and the costs of its programs.
 
     Attributes:
-      gradients: the program of the value and the gradients.
-      hessian_product: the program of the gradients' derivative along a direction; None if not requested.
       failed: why all programs, or only the Hessian product, could not be computed; else None.
       missing: whether the function has no implementation of this name.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
@@ -140,8 +137,7 @@ def measure(
     """Return the costs and the results, by kind, of one implementation.
 
     Args:
-      functions: the functions that `derivatives_of` returns.
-      data: leaves, cotangents, and direction, the arguments of these functions.
+      functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to compute the Hessian product as well, else 1.
       programs: maps the text of each earlier program to its implementation, and gets this program.
       may_fail: whether the result describes an error instead of raising it.

@@ -26,8 +26,7 @@ class CheckRow:
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
-      absolute: the largest difference.
-      relative: the largest difference, divided by the largest expected element.
+      absolute, relative: the largest difference, also divided by the largest expected element.
       index: the index of the element whose error is largest relative to its allowed error.
       analytic, numeric: the result and the expected number at this index.
       inputs: the name of each argument, and its value at this index.

@@ -16,7 +16,7 @@ class Streams(NamedTuple):
     """The values of one variable of a program in three runs, which are evaluated together.
 
     Attributes:
-      held: the value at the moved arguments, with each argument of `stop_gradient` fixed at its value at the base.
+      held: the value at the moved arguments, with arguments of `stop_gradient` fixed at the base.
       base: the value at the base, the arguments before they are moved.
       moved: the value at the moved arguments, with nothing fixed.
     """

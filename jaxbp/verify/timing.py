@@ -59,7 +59,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
     """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
     Args:
-      run: `run(calls)`, which returns the seconds that this number of calls takes.
+      run: `run(calls)`, which returns the seconds of these calls.
       once: the approximate seconds of one call.
       most: the limit in seconds. If it is less than one block, the program is not called.
     """
