@@ -30,7 +30,6 @@ from experiments.training.loop import TIMINGS
 POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
-"""The time in which a signal must end a process."""
 Command = Callable[[Path], Sequence[str]]
 """Maps a run directory to the command that starts or resumes its run."""
 

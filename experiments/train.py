@@ -45,7 +45,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Maps an experiment to the module whose `report` writes its `FILES` into run_dir, and returns lines to print."""
+"""Maps an experiment to the module whose `report` writes its `FILES`, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -98,7 +98,6 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """Run the training in a process other than process 0, without writing files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     dataset = config.load()
@@ -257,7 +256,6 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that shows an epoch's metrics in a progress bar, or without a terminal as a line."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)

@@ -51,7 +51,7 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Fields that do not affect results. The number of devices affects only rounding."""
+"""Fields that do not affect results, except for rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

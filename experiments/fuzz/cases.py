@@ -217,7 +217,6 @@ def _automaton(random, entry):
 
 
 def _named_or_uneven(random, high):
-    """Draw the name of a padding, or pairs (before, after) of at most `high`."""
     uneven = tuple(tuple(map(int, random.integers(0, high + 1, 2))) for _ in range(2))
     return uneven if random.random() < 0.5 else str(random.choice(["SAME", "SAME_LOWER", "VALID"]))
 

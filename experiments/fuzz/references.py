@@ -1,4 +1,4 @@
-"""References for ops whose gradient goes to the first of equal values, or to the first NaN, unlike autodiff's."""
+"""References for ops whose gradient goes to the first of equal values, or to the first NaN."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -15,7 +15,6 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""The limit of trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
 REFUSED = "refused"
 """The outcome of a program that a kernel does not support."""
@@ -83,7 +82,6 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Draw arguments and cotangents. Only the parameters determine them."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])

@@ -20,7 +20,7 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws, for convolutions and kernels without a GPU, where each CTA takes milliseconds."""
+"""Fewer locations and draws where convolutions or the simulator of kernels are slow."""
 MORE = 8
 """The factor of the number of draws when a location is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
@@ -62,7 +62,6 @@ def measure(
 
 
 def _kept(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows that an earlier run saved in the same file, without failed rows."""
     if path is None or not path.exists():
         return []
     return [row for row in json.loads(path.read_text())["rows"] if row["excess"] <= 1]

@@ -28,7 +28,7 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Maps a number of channels to the colors of a cell, whose index has one bit per channel, the first as bit 0."""
+"""Maps a number of channels to colors. A color's index has one bit per channel, the first as bit 0."""
 FRAMES = 8
 GIF_PIXELS = 384
 """Largest side of a GIF in pixels, unless the grid has more cells."""

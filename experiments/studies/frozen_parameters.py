@@ -33,7 +33,6 @@ from jaxbp.verify.timing import device_seconds
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
 EXPANSION = 4
-"""The hidden features of a block, divided by its features."""
 SETTLING = 1.2
 """The limit of the seconds for which each program runs before it is timed."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]

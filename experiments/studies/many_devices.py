@@ -35,7 +35,6 @@ OVERLAPPING = {
 }
 """Options with which XLA sums the gradients of a layer during the backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
-"""Maps a workload to numbers of examples per device."""
 COMPILED_FOR = 8
 SECONDS = 0.03
 

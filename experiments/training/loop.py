@@ -66,7 +66,7 @@ class Metrics(NamedTuple):
 
 
 MOST_SKIPPED = 50
-"""The limit of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
+"""The limit of consecutive skipped steps, far more than the loss scale needs to reach its smallest value."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
 """The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
 1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""

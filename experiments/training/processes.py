@@ -41,7 +41,6 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keepalive: two times in seconds and a count of probes. It finds a lost connection after half a minute."""
 ENDS = "the run ends, and --resume continues it if it has a checkpoint"
 DONE = b"."
-"""The message of process 0 before it ends without an error."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,6 @@ from experiments.training.loop import Metrics
 
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Errors of a disk that is full, over its quota, broken, or read-only."""
 LOCK, CHECKPOINTS, CONFIG, METRICS, CHECKSUMS = ".lock", "checkpoints", "config.json", "metrics.jsonl", "files.sha256"
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -242,7 +241,6 @@ def _locked(path: Path):
 
 
 def _check_is_free(path: Path) -> None:
-    """Raise UserError unless the directory is absent, or holds at most the files with which a run begins."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     folder = path / CHECKPOINTS

@@ -21,7 +21,6 @@ from jaxbp.verify.interpreter import JAX_FOLDER, bind, called, evaluate, scan_si
 
 _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
 _HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
-"""Lines of files whose names start with these texts are not shown."""
 _SHOWN = 8
 
 

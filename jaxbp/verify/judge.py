@@ -115,7 +115,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return masks of the elements that must have the expected number, and that cannot be decided."""
+        """Return two masks: elements that must have the expected number, and elements that cannot be decided."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # If the arguments are finite, NaN is never expected. An infinite gradient is expected only if the op must have
         # autodiff's slope at a kink.

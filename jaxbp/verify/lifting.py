@@ -87,7 +87,6 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """Replace every floating dtype in a parameter by float64, also in inner programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

@@ -1,4 +1,4 @@
-"""The expected gradients of an op in float64, by autodiff and confirmed by finite differences."""
+"""Expected gradients in float64, by autodiff and confirmed by finite differences."""
 
 import dataclasses
 import functools

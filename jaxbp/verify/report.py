@@ -175,7 +175,6 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """Return the largest relative error in each dtype among rows within the tolerance, as text."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:

@@ -72,7 +72,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds of `calls` calls, and for how long the host waited for the device."""
+    """Return the seconds of `calls` calls, and for how long the host waited."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

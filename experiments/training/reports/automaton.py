@@ -24,7 +24,6 @@ FILES = (
     *("automaton_healing.gif", "automaton.c", "automaton.v"),
 )
 UNSEEN = np.uint32(2**31)
-"""The first seed of the trials, far from the evaluation's seeds."""
 TIMED_GRID = (256, 256)
 LIFE_GRID, LIFE_TICKS = (128, 128), 300
 LARGER = 4
