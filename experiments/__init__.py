@@ -7,7 +7,6 @@ if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
     _print_traceback = sys.excepthook
 
     def _print_one_line(kind, error, trace):
-        """Print one line after Ctrl-C while modules are imported. Python then exits with the code of Ctrl-C."""
         if issubclass(kind, KeyboardInterrupt):
             print("stopped", file=sys.stderr)
         else:
@@ -16,5 +15,5 @@ if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
     sys.excepthook = _print_one_line
 
 if importlib.util.find_spec("tyro") is None:
-    # With this name, `python -m` prints the message in one line, without a traceback.
+    # This name makes `python -m` print the message in one line, without a traceback.
     raise ModuleNotFoundError("experiments need more packages: pip install -e '.[experiments]'", name="experiments")

@@ -1,8 +1,7 @@
 """Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5 or a
-probability that is almost 1. If an implementation loses digits at a location and autodiff does not, the implementation
-is faulty. The most frequent reason is that its forward keeps a rounded number for the backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5. If an
+implementation loses digits and autodiff does not, usually its forward keeps a rounded number for the backward.
 """
 
 import dataclasses
@@ -24,18 +23,16 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The error at a location is this quantile of the errors of all rows in all draws."""
+"""The error at a location is this quantile over all rows and draws."""
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""An error of at most this number of roundings is always allowed. A rounding is ε/2. The number is smaller for half
-precisions, which are computed in float32 and rounded once at the end."""
+"""The number of roundings (ε/2 each) that are always allowed. Half precisions round only once, at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data. The values of one argument, or of all arguments that can be moved, are
-    `offset + scale * drawn`, where `drawn` is random."""
+    """A location of the data: the argument's values are `offset + scale * drawn`, with random `drawn`."""
 
     offset: float
     scale: float
@@ -47,13 +44,10 @@ class Accuracy:
     """The relative error of an op's result or gradient, and autodiff's error. Both are quantiles over rows and draws.
 
     Attributes:
-      op, dtype, implementation: the op that ran, its dtype, and its implementation.
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      place: the location of the data.
-      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result for `error`, and of autodiff's
-        result for `native`. e is the same row in float64.
-      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. A value above 1 is a
-        failure.
+      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's or of autodiff's (`native`) result, and e
+        is the same row in float64.
+      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. Above 1 it is a failure.
     """
 
     op: str
@@ -76,15 +70,11 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of ops of the catalogue at every offset and scale, for one case per op.
 
-    All arguments are moved at once, and then each argument separately. The gradient `dy`, weights, and integers are not
-    moved. A location is left out if the data overflows in the dtype, or if rounding makes numbers equal that an op must
-    tell apart.
+    All arguments except `dy`, weights, and integers are moved at once, and then each separately. A location is left out
+    if the data overflows there, or if numbers that an op must tell apart become equal.
 
     Args:
-      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster than
-        separate programs.
-      implementations, dtypes, offsets, scales: what to measure.
-      draws: the number of random draws at each location.
+      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -107,12 +97,9 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function that computes the results of all ops.
+    """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, for all ops.
 
-    It maps a dict `name -> (values, cotangents)` to a dict `name -> result -> array`. All arrays have two leading axes,
-    for the locations and the draws.
-
-    The compiler must keep every rounding. By default it may drop roundings between operations that it fuses.
+    All arrays have leading axes for the locations and the draws. The compiler must keep every rounding.
     """
 
     def run(arrays):
@@ -122,8 +109,6 @@ def _program(drawn, implementation):
 
 
 def _compared(dtype, places, *results):
-    """Return a tuple (result, place, errors) for each result of an op at each location: the name of the result, the
-    location, and the value of `_errors`."""
     found = []
     for result, (i, place) in itertools.product(results[0], enumerate(places)):
         errors = _errors(dtype, *(of[result][i] for of in results))
@@ -155,8 +140,6 @@ def _draw(cases, draws):
 
 
 class _Drawn:
-    """The floating arguments of an op, in several random draws."""
-
     def __init__(self, entry: Entry, case: Case, arguments: Sequence, values: Sequence[np.ndarray]):
         self.entry, self.case, self.values = entry, case, values
         self.arguments = take_apart(entry.function, arguments)
@@ -165,7 +148,6 @@ class _Drawn:
         self.apart = [i for i, kind in enumerate(case.floats) if kind.apart]
 
     def function(self, implementation: str):
-        """Return a function from `(values, cotangents)` to `result -> array` that uses one implementation."""
         function = self._of_floats(implementation)
 
         def named(values, cotangents):
@@ -180,8 +162,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and the arguments at these locations, with axes
-        (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and arguments with axes (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -202,26 +183,20 @@ class _Drawn:
 
 
 def _differ(values):
-    """Return whether, in every draw, all numbers are different."""
     return all(np.unique(a).size == a.size for a in values.astype(np.float64))
 
 
 class _Errors(NamedTuple):
-    """The fields `error`, `native`, and `excess` of `Accuracy`."""
-
     error: float
     native: float
     excess: float
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the `_Errors` of an implementation's result, counting only elements that the dtype can hold. Return None
-    if it can hold no element.
+    """Return the `_Errors` of a result, counting only elements that the dtype can hold; None if it can hold none.
 
-    `exact` and `by_formula` compute the result in float64 in two ways. Their difference, the uncertainty of the exact
-    result, is added to the allowed error. If autodiff is correct to a few roundings in nearly every row, the
-    implementation must be as well. Otherwise sums cancel, and results may be correct by chance, so the median over rows
-    is compared.
+    `exact` and `by_formula` are the result in float64, whose difference is added to the allowed error. If autodiff
+    loses many digits, sums cancel and rows may be correct by chance, so the median counts.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))
@@ -238,6 +213,5 @@ def _errors(dtype, actual, native, exact, by_formula):
 
 
 def _norms(a):
-    """The norm of a row with a NaN is infinite."""
     norms = np.linalg.norm(a.reshape(-1, a.shape[-1] if a.ndim > 1 else 1), axis=1)
     return np.where(np.isnan(norms), np.inf, norms)

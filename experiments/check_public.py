@@ -1,9 +1,9 @@
-"""Check autodiff's gradients of public functions, from JAX and from packages that are based on JAX. All must pass.
+"""Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
 
     python -m experiments.check_public                           # functions of all installed packages, three seeds each
     python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 
-The command prints one line per function, with its failures below it, and exits with 1 if a function failed.
+The exit code is 1 if a function failed.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from experiments.public_functions import PublicFunction, public_functions
 from jaxbp.verify import CheckResult, check
 
 CLEARED_EVERY = 20
-"""Number of functions after which JAX's compilation caches are cleared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,9 @@ class CheckPublicConfig:
     """Check autodiff's gradients of public functions."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Beginnings of the names of functions to check. By default all functions."""
+    """Beginnings of the names of functions. By default all functions."""
     seeds: int = 3
-    """Number of random draws of the arguments. Each draw is checked once."""
+    """Number of random draws of the arguments."""
     order: int = 1
     """Highest order of derivatives to check."""
 

@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The C++ stack trace that follows the message of an abort. It is long, and is removed."""
+"""The C++ stack trace after the message of an abort."""
 
 
 @dataclasses.dataclass
@@ -24,10 +24,9 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      task: the task.
       results: the results that the task yielded before it or its process ended.
-      death: if the process ended before the task did, how it ended: "SIGABRT", "exit code 1" or "no answer in 9 s".
-      said: if the process died, the last text that it wrote to stderr during the task.
+      death: how the process ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s"; else None.
+      said: the last text that a process that died wrote to stderr.
     """
 
     task: Any
@@ -41,12 +40,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work` is a function at the top level of a module. It yields the results of a task. If a process neither yields a
-    result nor ends its task for `limit` seconds, it is killed. The next task is taken from `tasks` when a process is
-    free. If a process dies, the last text that it wrote to stderr is kept. All processes share the GPUs.
-
-    Raises:
-      RuntimeError: if a process dies before it begins its first task.
+    `work`, a function at the top level of a module, yields the results of a task. A process is killed if it yields
+    nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
     """
     share_gpus()
     children, order = [], collections.deque()
@@ -74,14 +69,11 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory as needed, so that other processes can use the rest, unless the environment sets this
-    already. Call this before JAX starts."""
+    """Let JAX allocate GPU memory as needed, unless the environment forbids it. Call this before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 class _Child:
-    """A process that runs one task after the other."""
-
     def __init__(self, work: Callable):
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed when the process dies)
         self.connection, theirs = _SPAWN.Pipe()
@@ -91,7 +83,6 @@ class _Child:
         self.is_free, self.has_started = True, False
 
     def do(self, task: Any, limit: float) -> Done:
-        """Run a task, and return its outcome. If the process dies, it is not used again."""
         results = []
         try:
             self.has_started = self.has_started or self.connection.recv()
@@ -121,7 +112,6 @@ class _Child:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    """Run the tasks that arrive through the connection, in a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
     connection.send(True)  # the process has started

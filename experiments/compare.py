@@ -4,9 +4,8 @@
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
-`jaxbp.verify.compare` compares the loss, the gradient with respect to every parameter, and the product of the Hessian
-and a random direction, on one batch. Then every implementation trains for `--steps` steps from the same seed. `--html`
-writes a page, including its pictures, as a single file.
+`jaxbp.verify.compare` compares the loss and its derivatives on one batch. Then every implementation trains for
+`--steps` steps from the same seed. `--html` writes one file with pictures.
 """
 
 import dataclasses
@@ -46,19 +45,19 @@ class CompareConfig(Generic[Config]):
 
     experiment: tyro.conf.OmitArgPrefixes[Config]
     steps: int = 50
-    """Number of training steps for each implementation. With 0, no implementation trains."""
+    """Number of training steps for each implementation."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
     """Implementations to compare with autodiff. By default pallas and xla, or only xla without a GPU."""
     matmul_precision: Literal["default", "highest"] = "default"
     """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
     second_order: bool = True
-    """Whether to compare the products of the Hessian and a random direction."""
+    """Compare the products of the Hessian and a random direction."""
     seconds: float = 0.05
     """Shortest duration of a timing round, in seconds."""
     json: Path | None = None
-    """JSON file to which all numbers are written."""
+    """JSON file for all numbers."""
     html: Path | None = None
-    """HTML file to which the page is written."""
+    """HTML file for the page."""
 
     def __post_init__(self):
         if self.steps < 0:
@@ -69,7 +68,6 @@ class CompareConfig(Generic[Config]):
 def main(args: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if args is None else args) or [""]
     if name in EXPERIMENTS:
-        # The parser of one experiment. Its hints for an unknown option name no other experiment.
         config = EXPERIMENTS[name]
         command = f"experiments.compare {name}"
         return run_command(_main, CompareConfig[config], command, rest, description=inspect.getdoc(config))
@@ -90,8 +88,6 @@ def _main(config: CompareConfig, command: str) -> int:
 
 
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Compare, print tables, and return all numbers as plain values. The result file is rewritten after each part of
-    the comparison."""
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
         raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
@@ -158,7 +154,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """Return the mean loss of each of the first `steps` training steps, on the first examples of the training set."""
+    """Return the losses of the first `steps` training steps, on the first training examples."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

@@ -3,9 +3,8 @@
     python -m experiments.kill                                   # LeNet on the digits, 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-Kills come at random moments of three kinds: at any time after the start, shortly after a checkpoint, or while the
-process writes a file. The signals SIGKILL, SIGTERM, and SIGHUP take turns. After each kill, the newest checkpoint must
-be intact. The exit code is 1 if the final bits differ.
+Kills come at any time, shortly after a checkpoint, or while the process writes a file. After each kill, the newest
+checkpoint must be intact. The exit code is 1 if the final bits differ.
 """
 
 import contextlib
@@ -31,9 +30,8 @@ from experiments.training.loop import TIMINGS
 POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
-"""The number of seconds within which a signal must end a process. After that, the process is killed."""
 Command = Callable[[Path], Sequence[str]]
-"""A function from a run directory to the command that starts or resumes the run in this directory."""
+"""Maps a run directory to the command that starts or resumes its run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,7 @@ class KillConfig:
     epochs: int | None = None
     """Number of epochs of the run. None: four times the number of kills."""
     seed: int = 0
-    """Seed from which the moments of the kills are drawn."""
+    """Seed of the moments of the kills."""
 
     def __post_init__(self):
         if self.kills < 1:
@@ -81,11 +79,9 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Start or resume the run and end it with one of `SIGNALS`, repeatedly. After each kill, yield the kind of its
-    moment.
+    """Start or resume the run and end it, repeatedly, and yield the kind of each kill's moment.
 
-    Raises:
-      BrokenRun: if a process ends before it is killed, or its newest checkpoint is corrupt.
+    Raise BrokenRun if a process ends before it is killed, or its newest checkpoint is corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):
@@ -118,7 +114,7 @@ def finish(command: Command, run_dir: Path) -> None:
 
 
 def outcome(run_dir: Path) -> tuple:
-    """Return the epoch, the metrics without timings, and the bytes of all arrays of a run's newest checkpoint."""
+    """Return the epoch, the metrics without timings, and the bytes of all arrays of the newest checkpoint."""
     checkpoint = run_directory.newest(run_dir)
     metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
     return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}

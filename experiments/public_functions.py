@@ -1,7 +1,4 @@
-"""Public functions for which autodiff's gradients are correct. A check of each function must therefore pass.
-
-Each entry consists of a function and its arguments. Functions of packages that are not installed are left out.
-"""
+"""Public functions whose check must pass, because autodiff's gradients are correct."""
 
 import dataclasses
 import functools
@@ -19,12 +16,7 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function and its arguments.
-
-    Attributes:
-      arguments: the shape and the kind of each argument. A kind is a key of `KINDS`.
-      settings: keyword arguments that are passed to `check`.
-    """
+    """A function, the shape and the kind (a key of `KINDS`) of each argument, and settings of `check`."""
 
     name: str
     function: Callable
@@ -73,12 +65,11 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""Kinds of extra data that `check` uses for matrices. The other kinds round a matrix or give it equal entries, and the
-result may be singular or not definite."""
+"""Extra data for matrices. Other kinds repeat entries, and may make a matrix singular."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention over one block of keys after the other, with running maxima and sums in float32."""
+    """Compute softmax attention block by block, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 
@@ -133,7 +124,6 @@ def dot_product_attention(q, k, v):
 
 
 def public_functions() -> list[PublicFunction]:
-    """Return functions of JAX, the reimplementations in this file, and functions of the installed packages."""
     found = []
     for table, count in ((UNARY, 1), (BINARY, 2)):
         for (module, kind), names in table.items():

@@ -1,26 +1,20 @@
 """Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
 
     pip install nvidia-cuda-sanitizer-api                       # installs a newer compute-sanitizer than most toolkits
-    python -m experiments.sanitize --json sanitizer.json
+    python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
-    python -m experiments.sanitize --processes 8 --limit 60 --attempts 3
-
 A process computes the value and gradients of one op with `implementation="pallas"`, for the op's small case, in float32
-and bfloat16. A crash therefore affects only this op. Every array is allocated by CUDA, because XLA's memory pool would
-hide accesses beyond the end of an array. CUDA graphs are disabled.
+and bfloat16. CUDA allocates every array, because XLA's memory pool would hide accesses beyond the end of an array.
 
-The command prints one line per process, followed by the findings. `EXPLAINED` lists findings that are harmless or not
-caused by jaxbp, each with the reason. The exit code is 1 if a tool reported any other finding, or if a process failed
-or timed out. The JSON file is rewritten after each process. In addition to the fields of every result file
-(`experiments/output/results.py`), it contains:
+`EXPLAINED` lists findings that are harmless or not caused by jaxbp. The exit code is 1 if a tool reported any other
+finding, or if a process failed or timed out. In addition to `experiments/output/results.py`, the JSON file contains:
 
-    explained      name -> reason
+    explained      maps the name of an explanation to the reason
     rows           one object per op and tool, from its last process: op, tool, outcome, code (the exit code), seconds,
                    attempts (the number of processes), findings, and output (the last printed lines, if they are useful)
 
-The fields of a finding are its message, its kernel, its count, and the name of its explanation or null. The outcomes
-are:
+A finding has a message, a kernel, a count, and the name of its explanation or null. The outcomes are:
 
     clean              the tool reported no finding
     explained          all findings are explained
@@ -29,8 +23,8 @@ are:
     failed             a kernel did not run, or the tool printed no summary
     timed out          the process exceeded the time limit, and the tool reported nothing before
 
-The last two outcomes are inconclusive. Under the tools, processes sometimes die at exit or hang in XLA's compiler, but
-succeed on another attempt. `--attempts` limits the number of attempts.
+Under the tools, processes sometimes die at exit or hang in XLA's compiler. `--attempts` repeats a process that failed
+or timed out.
 """
 
 import collections
@@ -55,8 +49,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """Findings that are not mistakes of jaxbp. A finding is explained if each pattern matches the beginning of the
-    finding's field."""
+    """A kind of finding that is no mistake of jaxbp. Each pattern must match the beginning of the finding's field."""
 
     name: str
     reason: str
@@ -95,10 +88,9 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""Pattern for a finding: one line, and the indented lines that belong to it."""
+"""Pattern for a finding: one line, and its indented lines."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
-"""The largest number of findings that the tool prints per process."""
 FOUND = 99
 """The exit code of compute-sanitizer if it reports a finding."""
 ENVIRONMENT = {
@@ -116,19 +108,19 @@ class SanitizeConfig:
     """Run the kernels of ops under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of the ops to run, separated by spaces. By default all ops of the catalogue."""
+    """Names of the ops to run. By default all ops of the catalogue."""
     tools: tuple[Literal["memcheck", "racecheck", "initcheck", "synccheck"], ...] = TOOLS
     """Tools of compute-sanitizer to run."""
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """The largest number of processes per op and tool. If a process fails or times out, the next one starts."""
+    """The largest number of processes per op and tool, if processes fail or time out."""
     processes: int = 1
-    """The number of processes that run at the same time."""
+    """The number of concurrent processes."""
     json: Path | None = None
-    """JSON file to which the rows are written."""
+    """JSON file for the rows."""
     child: bool = False
-    """Name of one op, whose kernels run in this process. compute-sanitizer runs the command with this option."""
+    """Run the kernels of one op in this process, under compute-sanitizer."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -168,7 +160,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer in NVIDIA's wheel, or else on PATH, where it may be older."""
+    """Return compute-sanitizer's path in NVIDIA's wheel, or else on PATH, where it may be older."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -232,7 +224,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op. Equal findings are counted together."""
+    """Return the findings that a tool printed for an op, with counts of equal findings."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]
@@ -259,8 +251,6 @@ def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
 
 
 def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) -> str:
-    """Return the outcome of a process, given the printed text, the exit code (None after a timeout), and the
-    findings."""
     summaries = [int(count) for count in SUMMARY.findall(text)]
     if any(finding["explained"] is None for finding in findings) or (any(summaries) and not findings):
         return "found"
@@ -274,7 +264,6 @@ def outcome_of(text: str, code: int | None, findings: Sequence[dict[str, Any]]) 
 
 
 def run_kernels(name: str) -> int:
-    """Compile and run the op's value and gradients in each dtype, and wait for the results."""
     import jax
     import jax.numpy as jnp
 

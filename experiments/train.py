@@ -2,12 +2,10 @@
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
     python -m experiments.train logic --json logic.json          # also writes the result to a file
-    python -m experiments.train ca-checkerboard
-    python -m experiments.train lenet --devices 4
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
-The last printed line is the test accuracy. `--help` lists the experiments. After the name of an experiment, it lists
-the settings of the experiment.
+The last printed line is the test accuracy. `--help` lists the experiments, and after the name of an experiment, its
+settings.
 """
 
 import argparse
@@ -47,10 +45,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Experiment -> the module with which a trained model is evaluated and reported.
-
-`report(config, trained model, dataset)` writes the files named in `FILES` into run_dir, and returns lines to print.
-"""
+"""Maps an experiment to the module whose `report` writes its `FILES`, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -61,7 +56,7 @@ class Options:
     json: Path | None = None
     """JSON file for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the port after PORT."""
+    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the next port."""
     process: int | None = None
     """Number of this process, from 0. The other processes use the settings of process 0."""
     processes: int | None = None
@@ -69,14 +64,11 @@ class Options:
 
 
 class Command(NamedTuple):
-    """The experiment to train, and the file for the result."""
-
     experiment: TrainingConfig
     json: Path | None
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code: see `experiments/output/errors.py`."""
     args = sys.argv[1:] if args is None else list(args)
     return exit_code(lambda: _main(args))
 
@@ -94,7 +86,6 @@ def _main(args: Sequence[str]) -> int:
 
 
 def _lead(args: Sequence[str], command: "Command") -> int:
-    """Run the training in this process, which is the only process, or process 0 of several processes."""
     config, path = command
     config = dataclasses.replace(config, devices=devices.number_of(config))
     print(configs.as_json(configs.to_dict(config)), end="", flush=True)
@@ -107,8 +98,6 @@ def _lead(args: Sequence[str], command: "Command") -> int:
 
 
 def _follow(settings: str) -> int:
-    """Run the training in a process other than process 0. It does the same computation on other examples, and writes no
-    files."""
     saved = json.loads(settings)
     config = configs.from_dict(configs.EXPERIMENTS[saved["experiment"]], saved)
     dataset = config.load()
@@ -126,13 +115,9 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Broadcast the last three arguments from process 0: the state, the number of completed epochs, and whether
-    training is finished. Return them in all processes.
+    """Broadcast the state, the number of completed epochs, and whether training is finished, from process 0.
 
-    The state is placed on the devices of every process.
-
-    Raises:
-      UserError: (a ValueError) if this process has other data, or another model, than process 0.
+    Raise UserError if this process has other data, or another model, than process 0.
     """
     checksum = np.uint32(0)
     if jax.process_count() > 1:
@@ -151,16 +136,12 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. If it names no run directory, the config gets a new one.
 
-    With `--resume` and `--run-dir`, the experiment and all settings that are not given are taken from the saved run.
-
-    Raises:
-      UserError: (a ValueError) for a run that does not exist or has other settings.
-      SystemExit: after `--help`, or with code 2 after a message about invalid arguments.
+    With `--resume` and `--run-dir`, the experiment and the settings that are not given come from the saved run. If this
+    run does not exist or has other settings, UserError is raised. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
     if name in configs.EXPERIMENTS:
-        # The parser of one experiment. Its hints for an unknown option name no other experiment.
         config = _with_options(configs.EXPERIMENTS[name])
         options = dict(default=config(**vars(saved))) if saved else dict(config=flags)
         parsed = tyro.cli(config, args=args[args[:1] == [name] :], prog=f"{PROGRAM} {name}", **options)
@@ -176,7 +157,6 @@ def parse(args: Sequence[str]) -> Command:
 
 
 def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
-    """Return the saved settings of the run that the arguments resume, or None."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--resume", action="store_true")
     options.add_argument("--run-dir", "--run_dir", type=Path, nargs="?")
@@ -202,7 +182,7 @@ def train(config: TrainingConfig) -> Metrics:
 
     Raises:
       UserError: (a ValueError) for invalid data or settings, or a run directory that does not match them.
-      BrokenRun: for a run directory in which another process works, or that is too damaged to resume.
+      BrokenRun: for a run directory that another process uses, or that is too damaged to resume.
       FloatingPointError: if a loss is not finite. The last checkpoint is then the checkpoint of the previous epoch.
       Stopped: after Ctrl-C. The curves so far have been drawn.
     """
@@ -226,7 +206,7 @@ def train(config: TrainingConfig) -> Metrics:
                         show(metrics)
                         if directory.is_done:
                             break
-            if predictions is None:  # all epochs were completed in an earlier process
+            if predictions is None:  # an earlier process completed all epochs
                 _, _, predictions = map(np.asarray, prepared.evaluate(state.params))
             _draw(directory, dataset, predictions)
             print(_total(directory.metrics))
@@ -247,7 +227,6 @@ def _draw(directory: RunDirectory, dataset: Dataset, predictions: np.ndarray | N
 
 
 def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.ndarray | None) -> Stopped:
-    """Draw the curves so far, and return an exception whose message says how to resume."""
     if not directory.has_begun:
         return Stopped("stopped before anything was written")
     if directory.metrics and dataset:
@@ -259,10 +238,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    In addition to the fields of every result file (`experiments/output/results.py`), it contains `dataset`, `settings`,
-    the number of `devices`, and the completed `epochs`. `train_seconds`, `evaluation_seconds`, and `compile_seconds`
-    are sums over the epochs. `test_accuracy` is from the last epoch. `images_per_second` is a mean over the training of
-    all epochs.
+    Fields in seconds are sums over the epochs, and `images_per_second` is the mean over the training of all epochs.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
@@ -280,13 +256,11 @@ def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> 
 
 @contextlib.contextmanager
 def _progress(config: TrainingConfig, epochs_done: int) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that shows the metrics of an epoch: on a terminal in a progress bar, otherwise as a printed
-    line."""
     console = Console()
     if not console.is_terminal:
         yield lambda metrics: print(f"epoch {metrics.epoch}/{config.epochs}  {_summary(config, metrics)}", flush=True)
         return
-    # The bar fills the 80 columns that the other parts leave free. A narrow terminal cuts off the last part.
+    # A narrow terminal cuts off the last column.
     columns = (
         TextColumn("epoch"),
         MofNCompleteColumn(),

@@ -1,7 +1,6 @@
 """The experiments and their settings, one frozen dataclass per experiment.
 
-To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image datasets. Implement its abstract methods,
-and list the class in `EXPERIMENTS`. The command line, the run directory, and the training loop then support it.
+To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image datasets, and list it in `EXPERIMENTS`.
 """
 
 from experiments.configs.automaton_experiments import AUTOMATA

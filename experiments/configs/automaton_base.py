@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example consists of a seed and of the number of the update (optimizer step) that draws it. The seed determines the
-start state and all other random choices. Training draws new seeds for every update.
+An example is a seed and the number of the update (optimizer step) that draws it. The seed determines the start state
+and all other random choices.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ HARD_GATES: Settings = dict(
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
 """Training that rounds a tenth of the values of a state before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts at training on a small grid. Each attempt draws new initial functions of the gates."""
+"""Many short attempts at training on a small grid, each with new initial functions of the gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 """Training with weight decay, which keeps gates uncertain enough to continue learning."""
 
@@ -65,8 +65,7 @@ class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
     The loss is the squared error of the visible channels of the last state, summed over cells and averaged over the
-    batch. In training, a share of the gates may be hard, redrawn for every update. The evaluation runs the hard
-    automaton. Its accuracy is the share of examples in which every visible cell is correct.
+    batch. The accuracy is the share of examples in which every visible cell of the hard automaton is correct.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
@@ -78,59 +77,53 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The number of visible channels. They are the first ones, and only they enter the loss."""
+    """The number of visible channels, the first ones. Only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether the target is also defined on grids of other sizes than `grid`."""
+    """Whether grids of other sizes have a target."""
     steps: ClassVar[int]
-    """The number of ticks from the start state to the state in the loss."""
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """The number of perception kernels, and the number of gates in each layer of a kernel."""
+    """The number of perception kernels, and the gates of each layer of a kernel."""
     update: ClassVar[Sequence[int]]
-    """The number of gates in each update layer."""
     published: ClassVar[tuple[Recipe, int]]
-    """The published recipe and its number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
-    """The defaults of the recipe "hardening", for the settings that decide how well an automaton hardens."""
+    """The defaults of the recipe "hardening"."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """The numbers of updates and of epochs in the recipe "hardening"; None for the published numbers."""
+    """The updates and epochs in the recipe "hardening"; None for the published numbers."""
     stands: ClassVar[bool] = False
-    """Whether a correct example of the evaluation must also be correct after twice the number of ticks."""
     test_examples: ClassVar[int] = 32
-    """The number of examples in the evaluation after each epoch."""
     trials: ClassVar[int] = 256
-    """The number of unseen start states in the test of the hardened automaton; 1 if all starts are equal."""
+    """The number of unseen start states in the final test; 1 if all starts are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
-    """The size of the grid in the pictures; None for the size of `grid`."""
 
     recipe: Literal["hardening", "published"] = "hardening"
-    """Defaults of the other settings: chosen for hardening, or as published."""
+    """Values of the settings that are None: chosen for hardening, or as published."""
     updates: Annotated[int | None, Range(1)] = None
-    """Steps of the optimizer, rounded up to a multiple of the epochs. None: set by the recipe."""
+    """Steps of the optimizer, rounded up to a multiple of the epochs."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Number of parts of training, each followed by an evaluation and a checkpoint. None: set by the recipe."""
+    """Number of parts of training, each followed by an evaluation and a checkpoint."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
-    """Learning rate of AdamW. None: set by the recipe."""
+    """Learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate: constant, or half a cosine to 0."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Weight decay of AdamW. None: set by the recipe."""
+    """Weight decay of AdamW."""
     pass_through: Annotated[float | None, Range()] = None
-    """Initial logit of passing on an input: `residual_logit` of jaxbp.initial_logits. None: set by the recipe."""
+    """Initial logit of passing on an input: `residual_logit` of jaxbp.initial_logits."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of hard gates at the last update. They have the gradients of relaxed gates. None: set by the recipe."""
+    """Share of hard gates at the last update. They have the gradients of relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of a state's values that are rounded before each tick, straight through. None: set by the recipe."""
+    """Share of a state's values that are rounded before each tick, straight through."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight of the gates' uncertainty in the loss, at the last update. None: set by the recipe."""
+    """Weight of the gates' uncertainty in the loss, at the last update."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of updates before `hard_share` and `certainty` start to grow linearly from 0. None: set by the recipe."""
+    """Share of updates before `hard_share` and `certainty` start to grow linearly from 0."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Initial input that gates pass on: see automaton_first_gates.py for the choices. None: set by the recipe."""
+    """Initial input that gates pass on: see automaton_first_gates.py for the choices."""
     shrink: Annotated[int | None, Range(1)] = None
-    """Factor by which the grid of training is smaller, and its ticks fewer. None: set by the recipe."""
+    """Factor by which the grid of training is smaller, and its ticks fewer."""
     restart_after: Annotated[int | None, Range()] = None
-    """Updates after which training restarts, at the end of an epoch; 0: never. None: set by the recipe."""
+    """Updates after which training restarts, at the end of an epoch; 0: never."""
     noise: Annotated[float, Range()] = 0.0
     """Scale of the Gumbel noise that every update adds to the parameters."""
     parametrization: Parametrization = "softmax"
@@ -196,7 +189,7 @@ class AutomatonConfig(TrainingConfig):
             np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
             for n in (in_an_epoch, self.test_examples)
         )
-        # A prediction says whether the example is correct. The target of every example is therefore True.
+        # A prediction says whether the example is correct, so all targets are True.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
@@ -215,18 +208,13 @@ class AutomatonConfig(TrainingConfig):
     def starts(
         self, seeds: UInt32[Array, " batch"], grid: tuple[int, int] | None = None
     ) -> Bool[Array, "batch height width channels"]:
-        """Return the start states for these seeds, on the grid of training or on another grid."""
         raise NotImplementedError
 
     def targets(self, starts: Bool[Array, "batch height width channels"]) -> Bool[Array, "... height width visible"]:
-        """Return the target of the visible channels after the last tick."""
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of the setting `field`, `hard_share` or `certainty`, at an update.
-
-        It is 0 in the fraction `hard_from` of an attempt, and then grows linearly to the setting.
-        """
+        """Return the setting `field` at an update. It grows linearly from 0 after `hard_from`."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after
@@ -253,7 +241,6 @@ class AutomatonConfig(TrainingConfig):
         return losses + penalty, right
 
     def penalty(self, logits: PyTree, update: Int[Array, ""]) -> Float[Array, ""]:
-        """Return the term that `certainty` adds to the loss."""
         variances = [jnp.sum(gates.variance(layer, self.parametrization)) for layer in jax.tree.leaves(logits)]
         return self.as_of(update, "certainty") * sum(variances)
 
@@ -268,12 +255,9 @@ class AutomatonConfig(TrainingConfig):
         return losses, right
 
     def _starts_and_key(self, examples, grid=None):
-        """Return the start states of the examples, and a key for other random choices."""
         return self.starts(examples[:, 0], grid), jax.random.fold_in(jax.random.key(examples[0, 0]), 1)
 
     def _draw_first_gates(self, model, key):
-        """Set the parameters so that every gate passes on one of its inputs, a or b, which the key decides at
-        random."""
         random = np.random.default_rng(np.asarray(jax.random.bits(key, (4,))))
         parts, automaton = (model.perception, model.update), model.automaton.get_value()
 
@@ -312,7 +296,6 @@ class AutomatonConfig(TrainingConfig):
 
 
 def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, logits: PyTree) -> PyTree:
-    """Apply the function to the logits of every layer, with a different key for each layer."""
     layers, structure = jax.tree.flatten(logits)
     keys = jax.random.split(key, len(layers))
     return jax.tree.unflatten(structure, [function(*pair) for pair in zip(keys, layers, strict=True)])
@@ -320,8 +303,6 @@ def _each(function: Callable[[PRNGKeyArray, Array], Array], key: PRNGKeyArray, l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatternConfig(AutomatonConfig):
-    """An automaton that grows one pattern from every start."""
-
     def pattern(self, grid: tuple[int, int] | None = None) -> Bool[np.ndarray, "height width visible"]:
         raise NotImplementedError
 

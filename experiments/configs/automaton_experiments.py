@@ -1,4 +1,4 @@
-"""The experiments `ca-*`: logic cellular automata with their grids, circuits, start states, and targets."""
+"""The experiments `ca-*`: logic cellular automata."""
 
 import dataclasses
 from collections.abc import Mapping

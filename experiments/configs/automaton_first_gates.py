@@ -1,10 +1,8 @@
 """The input, a or b, that each gate of an automaton first passes on.
 
-A draw says, for every gate, whether the gate passes on b instead of a. If every gate passes on one of its inputs, a
-tick only moves values: each channel of a cell becomes one channel of one cell in its neighborhood. `returning` repeats
-the draw until the value of the first channel returns to the first channel after two ticks. `separating` takes the draw
-that best separates cells with different targets: after the ticks, their neighborhoods differ. The caller applies the
-draw to the gates' parameters by `with_inputs_exchanged`.
+If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. `drawn`
+chooses the inputs at random. `returning` draws until the value of the first channel returns to it after two ticks.
+`separating` takes the draw with the fewest `confused` cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +15,13 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""A pair of lists, for the layers of perception and of update. Each array says, for each gate of a layer, whether the
-gate passes on its input b."""
+"""Whether each gate passes on its input b: one array per layer of perception and of update."""
 MOST_DRAWS = 20_000
-"""The largest number of draws that `returning` tries. For the checkerboard, it needs about 400."""
+"""The limit of draws in `returning`. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
-"""The number of draws that `separating` tries, of which it takes the best one."""
 
 
 def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
-    """Return the first draw with which the value of the first channel returns to it after two ticks (`_returns`), or
-    None if `MOST_DRAWS` draws have failed."""
     for _ in range(MOST_DRAWS):
         drawn = draw()
         if _returns(_sources(automaton, *drawn)):
@@ -38,19 +32,14 @@ def returning(draw: Callable[[], Draw], automaton: Automaton) -> Draw | None:
 def separating(
     draw: Callable[[], Draw], automaton: Automaton, start: np.ndarray, target: np.ndarray, steps: int
 ) -> Draw:
-    """Return the best of `SEPARATING_DRAWS` draws: the one with the fewest `confused` cells."""
     draws = (draw() for _ in range(SEPARATING_DRAWS))
     return min(draws, key=lambda drawn: confused(automaton, drawn, start, target, steps))
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells have a wrong value if, in the last tick, each cell applies the best possible function to
-    its neighborhood.
+    """Return how many cells of the last state are wrong if cells apply the best function to their neighborhoods.
 
-    Until the last tick, all gates pass on one input as drawn. If cells with equal neighborhoods have different targets,
-    no function is right for all of them.
-
-    A smaller number is better.
+    If cells with equal neighborhoods have different targets, no function is right for all of them.
 
     Args:
       start: the start state, (height, width, channels).
@@ -67,7 +56,6 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    """Return the parameters of gates with the inputs a and b exchanged."""
     order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
@@ -77,11 +65,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the source from which it takes its value in a tick, if every gate passes on one input.
+    """Return, for each channel, the channel and the cell of the neighborhood from which it takes its value in a tick.
 
-    The input is b where `perception` and `update` are true, else a.
-
-    A source is a channel and one of the nine cells of the neighborhood, in row-major order.
+    The nine cells are numbered in row-major order.
     """
 
     def passed_on(part, chosen):
@@ -105,25 +91,19 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the value of the first channel is in the first channel again after two ticks. It is then in a cell
-    two steps away along a diagonal.
-
-    The source of the first channel must be another channel of a diagonal neighbor. The source of this channel must be
-    the first channel of the neighbor in the same direction.
-    """
+    """Return whether a value of the first channel returns to it, two cells away along a diagonal, after two ticks."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the nine cells of each cell's neighborhood, (height, width, 9, channels)."""
+    """Return the neighborhoods of all cells, (height, width, 9, channels)."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)
 
 
 def _passed_on(state: np.ndarray, sources: Sequence[tuple[int, int]], ticks: int, periodic: bool) -> np.ndarray:
-    """Return the state after `ticks` ticks. In each tick, every channel takes the value of its source."""
     channels, places = np.array(sources).T
     for _ in range(ticks):
         state = _seen(state, periodic)[:, :, places, channels]

@@ -1,7 +1,4 @@
-"""The settings that every experiment shares, and their conversion to JSON.
-
-A config also builds its model and loss, so that the training loop does not depend on any experiment.
-"""
+"""The settings that every experiment shares, and their conversion to JSON."""
 
 import dataclasses
 import json
@@ -22,32 +19,22 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A prediction is correct if it equals the
-target."""
+"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals the target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs`. Change a batch at random, as determined by `key`. `step` is the number of
-steps that the run has completed."""
+"""`augment(key, inputs, step) -> inputs` changes a batch at random. `step` counts the steps of the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
 
 class Recipe(NamedTuple):
-    """The default values of the settings that depend on the dataset."""
-
     batch_size: int
     epochs: int
     learning_rate: float
 
 
 class Range(NamedTuple):
-    """The allowed values of a numeric setting. It is used in the annotation of a field, as in
-    `Annotated[int, Range(1)]`.
-
-    Attributes:
-      least, most: the smallest and the largest allowed value. Infinity is never allowed.
-      above: whether `least` itself is not allowed.
-    """
+    """The allowed finite values of a numeric setting, from `least` to `most`. With `above`, `least` is excluded."""
 
     least: float = 0
     most: float = math.inf
@@ -64,41 +51,36 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Fields that do not affect the results of a run. The number of devices affects only rounding."""
+"""Fields that do not affect results, except for rounding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings that every experiment shares.
-
-    Raises:
-      UserError: (a ValueError) for an invalid value, naming the field, the value, and the wanted values.
-    """
+    """The settings that every experiment shares. An invalid value raises UserError, a ValueError."""
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
-    """Bound to which the absolute value of every element of the gradients is clipped, or None."""
+    """The largest absolute value of an element of the gradients, or None."""
     independent: ClassVar[bool] = True
-    """Whether the loss of an example does not depend on the other examples of its batch."""
+    """Whether the loss of an example does not depend on the rest of its batch."""
     examples: ClassVar[str] = "images"
-    """The name of the examples in printed lines, in the plural."""
+    """The plural noun for examples in printed lines."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
-    """The names of the training curve and of the evaluation curve."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed for the initial parameters, the order of the examples, and their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
-    """Examples per step. The last, incomplete batch of an epoch is dropped. None: the default for the dataset."""
+    """Examples per step. The last, incomplete batch is dropped. None: the default for the dataset."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Passes over the training set; the learning rate schedule spans them. None: the default for the dataset."""
+    """Passes over the training set, which the learning rate schedule spans. None: the dataset's default."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW: each step also subtracts this number times the learning rate times the parameters."""
+    """Weight decay of AdamW, which each step multiplies by the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtypes of the run. A mixed precision computes the model in half precision; parameters stay float32."""
+    """Dtypes of the run. With mixed precision, the model computes in half precision; parameters stay float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
+    """Stop after the first epoch with this test accuracy, from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
     """Number of devices that divide each batch. None: the largest available number that divides batch_size."""
     run_dir: Path | None = None
@@ -114,53 +96,43 @@ class TrainingConfig:
 
     @property
     def policy(self) -> Policy:
-        """The dtypes of `precision`."""
         return Policy.parse(self.precision)
 
     def is_last(self, epoch: int, test_accuracy: float) -> bool:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number of the attempt to which an epoch belongs, from 0. The first epoch of an attempt begins with
-        new parameters."""
+        """Return the number of an epoch's attempt, from 0. Each attempt has new parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
-        """Return the same run with more epochs of the same length. The learning rate schedule spans all of them."""
         return dataclasses.replace(self, epochs=epochs)
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the default values of the settings that depend on other settings."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
-        """Build the model, with parameters drawn from `key`, and its loss."""
         raise NotImplementedError
 
     def load(self) -> Dataset:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for `steps` steps, or None for Adam with the settings of this config."""
+        """Return the optimizer for `steps` steps, or None for Adam with this config's settings."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
-        """Return the loss function for the test set, given the loss function for training."""
         return loss
 
     def augmentation(self) -> Augment | None:
-        """Return a function that changes the inputs of training batches at random, or None. The evaluation does not use
-        it."""
         return None
 
     def _fill(self, settings: Mapping[str, Any]) -> None:
-        """Fill in missing settings, so that the printed and saved config describes the run completely."""
         for field, value in settings.items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
 
     def _check_type(self, field: dataclasses.Field) -> None:
-        """Require a value of the annotated type, and a number in the `Range` of the annotation."""
         kind, *notes = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
         kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
         value = getattr(self, field.name)
@@ -183,18 +155,12 @@ class TrainingConfig:
 
 
 def to_dict(config: TrainingConfig) -> dict[str, Any]:
-    """Convert the config to plain values for JSON, with the name of the experiment first."""
     fields = {field: str(value) if isinstance(value, Path) else value for field, value in vars(config).items()}
     return {"experiment": config.name} | fields
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. If a field is missing in `saved`, because an older version wrote it, the field gets its
-    default.
-
-    Raises:
-      UserError: (a ValueError) for the settings of another experiment, or a setting that this version does not have.
-    """
+    """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
@@ -209,8 +175,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ and that affect the results of a run, as a dict from field to (saved value, new
-    value)."""
+    """Return the fields that affect results and differ, as a dict from field to (saved, new) value."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -220,10 +185,10 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return the settings with which to resume a run whose saved settings are `saved`. `config` may have more epochs.
+    """Return `saved` with the epochs and `FIELDS_WITHOUT_EFFECT` of `config`.
 
     Raises:
-      UserError: (a ValueError) if another setting that affects the result differs.
+      UserError: (a ValueError) if another field differs.
     """
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)

@@ -1,4 +1,4 @@
-"""The settings and the loss that the experiments on images share."""
+"""The settings and the loss of the experiments on images."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(TrainingConfig):
-    """The settings of the experiments that classify images."""
-
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
-    """The datasets that the experiment supports."""
 
     dataset: DatasetName = "digits"
     """Dataset: digits comes with scikit-learn, (fashion_)mnist is downloaded, cifar10 must be in data_dir."""
@@ -37,9 +34,9 @@ class ImageConfig(TrainingConfig):
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
-    """Shift each training image at random, by at most this many pixels in each direction."""
+    """Shift training images at random, by at most this many pixels in each direction."""
     distortion: Annotated[float, Range()] = 0.0
-    """Distort each training image by a smooth random field of displacements with this standard deviation, in pixels."""
+    """Standard deviation, in pixels, of smooth random distortions of the training images."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)
@@ -70,9 +67,6 @@ def classification_loss(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
-    """Return the softmax cross entropy of each image, and the most likely class.
-
-    The cross entropy is computed in float32, whatever the dtype of the model.
-    """
+    """Return the softmax cross entropies, computed in float32, and the most likely classes."""
     logits = model(images).astype(jnp.float32)
     return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)

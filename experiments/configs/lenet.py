@@ -18,7 +18,7 @@ class LeNetConfig(ImageConfig):
     name: ClassVar[str] = "lenet"
 
     fused: bool = True
-    """Whether convolution, ReLU, and max-pooling are one op. With --no-fused they are separate ops."""
+    """Whether convolution, ReLU, and max-pooling are one op."""
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(

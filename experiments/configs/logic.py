@@ -1,4 +1,4 @@
-"""The experiment `logic`, and the base class that it shares with `logic-conv`."""
+"""The experiment `logic`, and its common base class with `logic-conv`."""
 
 import dataclasses
 import functools
@@ -27,8 +27,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """Settings of a network of gates whose inputs are bits of images. Training uses relaxed gates, and the evaluation
-    uses hard gates."""
+    """Settings of a network of gates on bits of images, relaxed in training and hard in the evaluation."""
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
@@ -37,7 +36,6 @@ class GateConfig(ImageConfig):
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
-        """Convert images to the inputs of the network."""
         raise NotImplementedError
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
@@ -55,10 +53,9 @@ class GateConfig(ImageConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConfig(GateConfig):
-    """A network of differentiable logic gates. Its inputs are bits of thresholded images.
+    """A network of differentiable logic gates on bits of thresholded images.
 
-    The test accuracy is measured on the hardened network. The published networks for MNIST have 6 layers of 8000 or
-    64000 gates.
+    The test accuracy is the hardened network's. The published networks for MNIST have 6 layers of 8000 or 64000 gates.
     """
 
     name: ClassVar[str] = "logic"
@@ -71,11 +68,11 @@ class LogicConfig(GateConfig):
     tau: Annotated[float | None, Range(above=True)] = None
     """Temperature, which divides the sum of the outputs of each class. None: sqrt(gates / 80)."""
     levels: Annotated[int, Range(1)] = 3
-    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per pixel: whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """How the pairs of inputs are drawn: with unique, no two gates have the same pair; with random, they may."""
+    """Pairs of inputs: with unique, no two gates have the same pair; with random, they may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

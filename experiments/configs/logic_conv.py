@@ -8,14 +8,11 @@ Fashion-MNIST has:
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-If the gates of a kernel are counted once per position, the network has 8939 k gates, and another 657 k gates in the
-or-pools. For size s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k =
-132), 1,179,948 and 86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper has padding in
-the second and third convolutions and a pool after the third. With these, the numbers would be 11,564 k and 999 k.
-
-The network for CIFAR-10 has four convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, with padding. An or-pool
-follows each convolution. The layers of gates are the same. The network for digits has two convolutions, the first with
-stride 2, and two layers of gates.
+With the gates of a kernel counted at every position, the network has 8939 k gates, and 657 k in the or-pools. For size
+s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132), 1,179,948 and
+86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and third
+convolutions and has a third pool, which would give 11,564 k and 999 k gates. The network for CIFAR-10 has convolutions
+with k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
@@ -39,8 +36,6 @@ SizeName = Literal["s", "m", "l"]
 
 
 class Size(NamedTuple):
-    """The default values of the settings that depend on the dataset and on the setting `size`."""
-
     kernels: int
     tau: float
     levels: int
@@ -56,9 +51,7 @@ class Architecture(NamedTuple):
     """A network whose widths are multiples of k, the number of kernels in its first convolution."""
 
     convolutions: Sequence[LogicConvolution]
-    """The convolutions, with the number of kernels of each given as a multiple of k."""
     widths: Sequence[int]
-    """The number of gates in each layer, given as a multiple of k."""
     sizes: Mapping[SizeName, Size]
 
 
@@ -111,7 +104,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConvConfig(GateConfig):
-    """A convolutional network of differentiable logic gates. Its inputs are bits of thresholded images.
+    """A convolutional network of differentiable logic gates on bits of thresholded images.
 
     The test accuracy is measured on the hardened network.
     """
@@ -120,25 +113,25 @@ class LogicConvConfig(GateConfig):
     datasets: ClassVar = get_args(DatasetName)
 
     size: SizeName = "s"
-    """Size of the network, which also sets the defaults of other settings."""
+    """Size of the network, which sets its settings that are None."""
     kernels: Annotated[int | None, Range(1)] = None
-    """Number k of kernels in the first convolution. None: set by the size."""
+    """Number k of kernels in the first convolution."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature: the sum of the outputs of each class is divided by it. None: set by the size."""
+    """Temperature, which divides the sum of the outputs of each class."""
     levels: Annotated[int | None, Range(1)] = None
-    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ... None: set by the size."""
+    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Weight decay of AdamW, as in Optax's adamw. None: set by the size."""
+    """Weight decay of AdamW, as in Optax's adamw."""
     shift: Annotated[int | None, Range()] = None
-    """Shift each training image at random, by at most this many pixels in each direction. None: set by the size."""
+    """Shift training images at random, by at most this many pixels in each direction."""
     distortion: Annotated[float | None, Range()] = None
-    """Standard deviation, in pixels, of random distortions of the training images. None: set by the size."""
+    """Standard deviation, in pixels, of smooth random distortions of the training images."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, a gate passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """Initial weight of passing on the first input: see jaxbp.initial_logits. None: set by the size."""
+    """Initial weight of passing on the first input: see jaxbp.initial_logits."""
     parametrization: Parametrization | None = None
-    """Parametrization of the gates: see jaxbp.gate_layer. None: set by the size."""
+    """Parametrization of the gates: see jaxbp.gate_layer."""
 
     @property
     def architecture(self) -> Architecture:

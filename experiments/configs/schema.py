@@ -1,4 +1,4 @@
-"""Compare values, for example from a JSON file, with type annotations."""
+"""Compare values, such as from a JSON file, with type annotations."""
 
 import reprlib
 import types
@@ -9,11 +9,7 @@ Built = TypeVar("Built")
 
 
 def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
-    """Return `kind(**fields)` for a dataclass or a NamedTuple.
-
-    Raises:
-      TypeError: if a field is missing or unknown, or its value does not match its annotation.
-    """
+    """Return `kind(**fields)`, or raise TypeError if a field is missing, unknown, or of another type."""
     for name, annotation in get_type_hints(kind).items():
         if name in fields and not matches(fields[name], annotation):
             raise TypeError(f"{name} = {reprlib.repr(fields[name])}; wants {described(annotation)}")
@@ -43,7 +39,6 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def described(annotation: Any) -> str:
-    """Return the annotation as text without the names of modules, as in "Path or None"."""
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(map(described, get_args(annotation)))
     if annotation is types.NoneType:

@@ -1,4 +1,4 @@
-"""Random changes of training batches, made on the device whenever a batch is drawn."""
+"""Random changes of training batches on the device."""
 
 import functools
 
@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Shift each image by random numbers of rows and columns, uniform from -pixels to pixels. Pixels from beyond the
-    edges are 0."""
+    """Shift each image by random rows and columns, uniform from -pixels to pixels, and fill up with zeros."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
@@ -21,12 +20,10 @@ def shift(
 def distort(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: float, knots: int = 4
 ) -> Float[Array, "batch channels height width"]:
-    """Distort each image. Each pixel becomes the bilinearly interpolated value at a position that a smooth random field
-    displaces.
+    """Distort each image by a smooth random field of displacements, with bilinear interpolation and zeros beyond it.
 
-    Displacements are drawn from a normal distribution with standard deviation `pixels` at knots x knots points. Between
-    the points they are interpolated cubically. All channels of an image have the same displacements. Values beyond the
-    edges are 0.
+    Displacements are drawn from a normal distribution with standard deviation `pixels` at knots x knots points, and
+    interpolated cubically between them. All channels of an image have the same displacements.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
     ICDAR 2003. The fields in this paper are smoothed noise.

@@ -1,5 +1,3 @@
-"""The image datasets: the digits of scikit-learn, MNIST, Fashion-MNIST, and CIFAR-10."""
-
 import functools
 import gzip
 import hashlib
@@ -24,12 +22,12 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
     "fashion_mnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
 }
-"""Shape of each dataset's images: channels, height, and width."""
+"""Channels, height, and width of each dataset's images."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""Maximum number of items that are read from a file. All known datasets have fewer, and this number fits in memory."""
+"""The largest number of items in a file, which fits in memory."""
 
-# Files of the images and labels, for training and for testing. Fashion-MNIST's files have the same names as MNIST's.
+# Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -68,8 +66,6 @@ CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
 
 class Dataset(NamedTuple):
-    """Images with values in [0, 1] and their labels, 0 to 9."""
-
     train_images: Float32[np.ndarray, "train channels height width"]
     train_labels: Int32[np.ndarray, " train"]
     test_images: Float32[np.ndarray, "test channels height width"]
@@ -87,12 +83,10 @@ def load(
     """Load a dataset.
 
     Args:
-      name: `"digits"`, `"mnist"`, `"fashion_mnist"` or `"cifar10"`.
-      data_dir: the folder of the IDX files, plain or gzipped. A missing file is downloaded into it. For CIFAR-10, the
-        folder of its binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder. Digits
-        needs no folder.
-      mirrors: base addresses to download from, tried one after the other. None: the official addresses.
-      md5: for every file that may be downloaded, its name -> its checksum. None: the checksums of the official files.
+      data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded; or of CIFAR-10's
+        binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
+      mirrors: base addresses to download from, tried in this order. None: the official addresses.
+      md5: the checksums of files that may be downloaded, by name. None: the official checksums.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
@@ -121,13 +115,7 @@ def default_data_dir(name: str) -> Path:
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
-    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`.
-
-    Raises:
-      UserError: (a ValueError) for a corrupt gzip file, a wrong magic number, items of another shape, no items, more
-        than `MOST_ITEMS` items, or a number of bytes that does not match the header. The message names the file, the
-        found value, and the wanted value. Surplus bytes are not read.
-    """
+    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     try:
@@ -162,9 +150,8 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # The digit fills a box of 20 x 20 pixels in the middle of the image, as in MNIST. Without this margin, convolutions
-    # without padding would lose strokes at the edge of the 8 x 8 pixels. The clip removes the overshoot of the cubic
-    # interpolation.
+    # The digit fills a box of 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip
+    # removes the overshoot of the cubic interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -174,12 +161,7 @@ def _digits() -> Dataset:
 
 
 def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8[np.ndarray, " images"]]:
-    """Read the images and labels of one of CIFAR-10's binary files.
-
-    Raises:
-      UserError: (a ValueError) for an incomplete image, no images, more than `MOST_ITEMS` images, or labels above 9.
-      FileNotFoundError: for a missing file.
-    """
+    """Read the images and labels of one of CIFAR-10's binary files."""
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
         raise FileNotFoundError(f"{path.name} is not in {path.parent}; wants CIFAR-10's binary files in it, {files}")
@@ -215,7 +197,7 @@ def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
-    """Reject the files of the wrong dataset. MNIST and Fashion-MNIST have files with the same names and shapes."""
+    # MNIST and Fashion-MNIST have files with the same names and shapes.
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     for dataset, known in MD5.items():

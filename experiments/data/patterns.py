@@ -47,7 +47,6 @@ _LETTER = """
 
 
 def checkerboard(height: int, width: int, square: int = 2) -> Bool[np.ndarray, "height width 1"]:
-    """Return a checkerboard with squares of `square` x `square` cells. The first square is off."""
     return (np.indices((height, width)) // square).sum(axis=0)[..., None] % 2 == 1
 
 
@@ -56,7 +55,6 @@ def lizard() -> Bool[np.ndarray, "20 20 1"]:
 
 
 def letter() -> Bool[np.ndarray, "16 16 3"]:
-    """Return the letter B, with the stem in the first channel and the bows in the other two."""
     return _drawn(_LETTER, "rgb")
 
 

@@ -5,25 +5,20 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # one case again
 
-A case is an op of the catalogue with random shapes and options, in one implementation and dtype. Its data is of one of
-the kinds in `cases.DATA`. The op is called directly or through a transformation of JAX (vmap, scan, remat, donation, a
-gradient of the gradient). A case depends only on the seed and the case's number. The reference is autodiff in float64,
-applied to the op's plain formula or, for maxima, to a function of `references.py`. `jaxbp/verify/judge.py` describes
-the comparison.
+A case is an op of the catalogue with a random shape, options, implementation, dtype, data (`program.DATA`), and JAX
+transformation, such as vmap. The seed and the number of a case determine it. `jaxbp/verify/judge.py` describes the
+comparison with autodiff in float64.
 
-Cases run in `--processes` child processes, which may share a GPU. A process may die, for example because a compiler
-aborts, or it may give no answer for `--case-seconds`. The case then counts as a crash, and a new process continues. The
-crashed case is also run with autodiff. If it crashes with autodiff as well, the fault is in JAX, not in jaxbp.
-
-For each failure, the command reduces the case while it still fails, and prints Python code that reproduces it. The exit
-code is 1 after a failure, or after a crash that autodiff does not share. In addition to the fields of every result file
-(`experiments/output/results.py`), the JSON file contains:
+Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, the case counts
+as a crash. If it crashes with autodiff as well, the fault is in JAX. A failing case is reduced while it still fails,
+and printed as Python code. The exit code is 1 after a failure, or after a crash that autodiff does not share. In
+addition to `experiments/output/results.py`, the JSON file contains:
 
     seed, cases            numbers 0 to cases - 1 were drawn
     seconds                the time that these cases took
     refused                cases that a kernel does not support (NotImplementedError)
     lost                   cases that did not run, because the process died in another case of the same program
-    counts                 field (op, implementation, transformation, dtype, data) -> value -> number of cases
+    counts                 the number of cases for each value of op, implementation, transformation, dtype, and data
     failures               one object per failure: number, op, what is wrong, and the code that reproduces it
     crashes                one object per crash: number, op, how the process ended and its output, how it ended with
                            autodiff (null if it did not crash), and the code that reproduces it
@@ -49,7 +44,6 @@ from jaxbp.catalogue import CATALOGUE
 from pallas_kernels.core.device import kernels_run
 
 KEPT_EVERY = 20
-"""Seconds between two writes of the JSON file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,25 +55,23 @@ class FuzzConfig:
     cases: int | None = None
     """Stop after this number of cases."""
     seed: int | None = None
-    """Seed of the cases. By default, each run draws a new seed and prints it."""
+    """Seed of the cases. By default random, and printed."""
     ops: tuple[str, ...] = ()
-    """Names of the ops to run, separated by spaces. By default all ops."""
+    """Names of the ops to run. By default all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
-    """Number of child processes that run cases. With 0, cases run in this process, and a crash ends it."""
+    """Number of child processes. With 0, cases run in this process, and a crash ends it."""
     case_seconds: float = 120.0
-    """Kill a process that takes more than this number of seconds for one case."""
+    """Kill a process that takes more seconds for one case."""
     json: Path | None = None
     """JSON file for the counts, failures, and crashes."""
     resume: bool = False
-    """Continue after the last case of the JSON file, and add to its counts."""
+    """Continue after the last case of the JSON file."""
 
 
 @dataclasses.dataclass
 class Found:
-    """The outcomes of all cases so far."""
-
     cases: int = 0
     seconds: float = 0.0
     refused: int = 0
@@ -91,7 +83,6 @@ class Found:
     crashes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, done: Done) -> Iterator[str]:
-        """Count the outcomes of a task, and yield a text for each failure and crash."""
         task, program = done.task, done.task.program
         outcomes = {outcome.draw: outcome for outcome in done.results}  # the reduced case of a draw comes last
         for draw, outcome in outcomes.items():
@@ -172,7 +163,6 @@ def _done(tasks: Iterable[Task], config: FuzzConfig) -> Iterator[Done]:
 
 
 def _by_autodiff(crashes: Sequence[dict[str, Any]], whole: Task, config: FuzzConfig) -> None:
-    """Run each crashed case with autodiff, and record how it ends."""
     tasks = [
         dataclasses.replace(whole, number=number, draws=(draw,), implementation="autodiff")
         for number, draw in (divmod(crash["number"], len(DATA)) for crash in crashes)

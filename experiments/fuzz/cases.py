@@ -24,12 +24,11 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws of shapes and options, which are repeated until the plain formula accepts them."""
+"""The limit of draws of shapes and options until the plain formula accepts them."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options, drawn again until the op accepts them. If all draws fail, return
-    the small case of the catalogue."""
+    """Return a case with random shapes and options that the op accepts; if all draws fail, the small case."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -41,12 +40,10 @@ def draw_case(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def takes(function: Callable, case: Case) -> bool:
-    """Return whether the plain formula accepts the shapes and options of a case, and has floating results."""
     return bool(_results(function, case))
 
 
 def _results(function, case):
-    """Return the shapes of the floating results, or None if the op rejects the arguments."""
     structs = case.structs()
     try:
         return floats(jax.eval_shape(bind(function, "autodiff", case.options), *structs))
@@ -64,10 +61,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the small case of the catalogue with other shapes.
-
-    Each distinct size is replaced by a random number. In some cases, one leading axis is added or removed.
-    """
+    """Return the catalogue's small case with random sizes, and in some cases one leading axis more or less."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -105,7 +99,6 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
 
 
 def _cross_entropy(random: np.random.Generator, entry: Entry) -> Case:
-    """Draw a case whose labels are either one class per example or one weight per example and class."""
     case = _renamed(random, entry)
     logits, weights = case.arguments
     classes = Argument(logits.shape[:-1], below=max(logits.shape[-1], 1)) if logits.shape else weights
@@ -224,7 +217,6 @@ def _automaton(random, entry):
 
 
 def _named_or_uneven(random, high):
-    """Draw the name of a padding, or a pair (before, after) of at most `high` for rows and for columns."""
     uneven = tuple(tuple(map(int, random.integers(0, high + 1, 2))) for _ in range(2))
     return uneven if random.random() < 0.5 else str(random.choice(["SAME", "SAME_LOWER", "VALID"]))
 
@@ -254,8 +246,6 @@ _GEOMETRY: Mapping[str, Callable[[np.random.Generator, Entry], Case]] = {
 
 
 def _of_backward(random, entry: Entry, forward: Entry, case: Case, dy: tuple[int, ...]) -> Case:
-    """Return a case for the public backward of a function, given a case of the function. Arguments with the same name
-    are the same."""
     window = case.options.get("pool", case.options.get("window", 1))
     places = int(np.prod([window] * 2 if isinstance(window, int) else window))
     given: dict[str, Any] = dict(zip(_names(forward, case), case.arguments, strict=False))

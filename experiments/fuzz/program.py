@@ -27,16 +27,15 @@ DATA = (
 )
 """Kinds of data. Each program runs on all kinds, because compilation takes most of the time.
 
-"with ruled-out entries" puts -inf into random entries and whole rows of the first argument, and zeros into weights.
-"under a mask" sets half of the cotangents to 0, and uses special values.
+"with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
+cotangents to 0, and uses special values.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with its implementation, dtype, transformation, shapes, and options. Two programs with equal fields compute
-    the same function."""
+    """An op with its implementation, dtype, transformation, shapes, and options."""
 
     entry: Entry
     case: Case
@@ -44,17 +43,17 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products of float32 are computed in full precision, not in TF32."""
+    """Whether products of float32 are in full precision, not in TF32."""
     invalid_labels: bool = False
     """Whether some labels are not classes. The cotangents of their examples are 0."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the reference defines the same derivative as the op at points where the derivative does not exist."""
+        """Whether the reference defines the same derivative as the op at kinks."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments. Floats are of the given kind of `DATA`; integers are part of the program."""
+        """Draw the arguments. Floats are of the `DATA` kind; integers are part of the program."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -70,13 +69,13 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return a cotangent with zeros at invalid labels and, for the data "under a mask", at random elements."""
+        """Return a cotangent with zeros at invalid labels and, "under a mask", at random elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that is true where a label is a class. Along the last axis, two of every three are."""
+        """Return a mask that is true where a label is a class: for two of three along the last axis."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -109,8 +108,7 @@ class Program:
         if kind in ("with special values", "under a mask"):
             # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # The reference of an op in float64 is also in float64. The op and its reference may then underflow in
-            # different terms.
+            # If the op is in float64 like its reference, the two may underflow in different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -126,15 +124,13 @@ class Program:
 
     @property
     def takes_infinities(self) -> bool:
-        """Whether the special values of the first argument include NaN, infinities, and values whose square overflows.
+        """Whether the first argument may have NaN, infinities, and values whose square overflows.
 
         Convolutions get none of these, because they may be computed as products with zeros.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 
     def function(self, arguments: Arguments, implementation: str | None) -> Callable:
-        """Return the transformed op as a function of its floating arguments that returns the list of its floating
-        results."""
         function = bind(self.entry.function, implementation, self.case.options)
         if implementation == "autodiff" and self.entry.name in REFERENCES:
             function = functools.partial(REFERENCES[self.entry.name], **self.case.options)
@@ -143,7 +139,6 @@ class Program:
 
 
 def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool) -> Program:
-    """Draw the program with this number. It depends only on the arguments."""
     random = np.random.default_rng([seed, number])
     entry = entries[random.integers(len(entries))]
     shares = {"pallas": 0.6, "xla": 0.15, None: 0.25} if on_gpu else {"pallas": 0.04, "xla": 0.6, None: 0.36}
@@ -158,7 +153,6 @@ def draw_program(seed: int, number: int, entries: Sequence[Entry], on_gpu: bool)
 
 
 def smaller(program: Program) -> list[Program]:
-    """Return programs that are each simpler in one respect, and that the plain formula accepts."""
     found = []
     if program.transformation != "plain":
         found.append(dataclasses.replace(program, transformation="plain"))

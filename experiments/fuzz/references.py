@@ -1,7 +1,4 @@
-"""References for ops whose gradient goes to the first of equal values, or to the first NaN.
-
-Autodiff of the plain formula of such an op divides the gradient among equal values, or assigns it to another position.
-"""
+"""References for ops whose gradient goes to the first of equal values, or to the first NaN."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,7 +13,7 @@ from jaxbp.common.windows import pool_windows
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
-    """Return the first value along the last axis that equals the extreme, or the first NaN if the extreme is NaN."""
+    """Return the first value along the last axis that equals the extreme, or the first NaN."""
     found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
     return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
 
@@ -70,4 +67,3 @@ REFERENCES: Mapping[str, Callable[..., Array]] = {
     "max_pool2d_with_indices": _pool,
     "logic_or_pool2d": _logic_pool,
 }
-"""For each such op, its name -> its reference, a function of the same arrays and options."""

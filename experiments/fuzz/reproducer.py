@@ -14,8 +14,7 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints three results: of autodiff in float64, of autodiff in the program's dtype, and of the
-    implementation."""
+    """Return code that prints autodiff's results in float64 and in the dtype, and the implementation's results."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

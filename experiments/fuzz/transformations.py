@@ -1,4 +1,4 @@
-"""JAX transformations of an op. Each takes a function of arrays, and returns a function of the same arrays."""
+"""JAX transformations of functions of arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return the function under `vmap` over two examples: the values themselves, and half of each value."""
+    """Return the function under `vmap` over the values and their halves."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Return the function under `vmap` over two examples that differ only in the first argument."""
+    """Return the function under `vmap` over only the first argument."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,8 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function that sums the results of a scan with two steps. The steps apply the function to the values, and
-    to half of each value."""
+    """Return a function that sums `function` over a scan of the values and their halves."""
 
     def total(*values):
         def tick(totals, values):
@@ -41,8 +40,7 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""Modes that compute a directional derivative of the gradient of `Σ c (y + y²/2)`, where y is a result and c its
-cotangent: see `jaxbp.verify.derivatives.derivative`."""
+"""Transformations that compute `jaxbp.verify.derivatives.derivative`."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,

@@ -17,24 +17,18 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""The tolerance for float32. It is stricter than the tolerance of `check`, so that it finds formulas that lose
-digits."""
+"""The tolerance for float32, strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""TF32 has as many digits as float16. Products of float32 are computed in TF32 unless full precision is requested."""
+"""TF32 has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor. The terms of
-a sum may be larger than the sum, and may overflow when they are rounded to the dtype."""
+"""A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor, because the
+terms of a sum may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""XLA's options for the compilation of all programs. They keep every rounding of the formula. They also switch LLVM's
-optimizations off, because compilation takes most of the time."""
+"""Options that keep every rounding, and switch LLVM's optimizations off to compile faster."""
 
 
 class Trial:
-    """A program, compiled once for several draws of its data.
-
-    Attributes:
-      results: the shapes and dtypes of the floating results.
-    """
+    """A program, compiled once for several draws of its data."""
 
     def __init__(self, program: Program, arguments: Arguments):
         self.program = program
@@ -55,11 +49,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result for these values, or None.
-
-        Raises:
-          NotImplementedError: if the implementation does not support the program.
-        """
+        """Describe the first wrong result, or return None. Raise NotImplementedError for an unsupported program."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
@@ -79,12 +69,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the values with which jaxbp's values `ours` are compared. These are the exact values, except that elements
-    of `ours` for which any value counts as correct are compared with themselves.
+    """Return the exact values, except where any value of `ours` is correct: there, return this value.
 
-    Any value counts as correct if the exact value, by autodiff in float64, is NaN, because a better formula may give a
-    number. A value that is not finite also counts as correct if the exact value exceeds the dtype's largest number
-    divided by `HEADROOM`.
+    Any value is correct where autodiff in float64 is NaN, because a better formula may give a number. Infinity or NaN
+    is correct if the exact value may overflow (`HEADROOM`).
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

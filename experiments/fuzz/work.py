@@ -15,9 +15,7 @@ from jaxbp.catalogue import CATALOGUE
 from jaxbp.verify.arguments import Arguments
 
 MOST_TRIALS = 15
-"""The largest number of trials in the reduction of a failing case."""
 CLEARED_EVERY = 200
-"""Number of programs after which JAX's compilation caches are cleared."""
 REFUSED = "refused"
 """The outcome of a program that a kernel does not support."""
 _tasks = itertools.count(1)
@@ -25,16 +23,13 @@ _tasks = itertools.count(1)
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A random program and the draws of its data. The fields determine both, because they are the inputs of the random
-    generators."""
-
     seed: int
     number: int
     ops: tuple[str, ...]
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"drawn" for the implementation of the drawn program, or "autodiff" to replace it."""
+    """"drawn" for the drawn program's implementation, or "autodiff" to replace it."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -45,8 +40,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one draw. `message` says what is wrong, or is `REFUSED` or None. `lines` is Python code that
-    reproduces a failure."""
+    """The outcome of one draw: what is wrong (or `REFUSED` or None), and code that reproduces a failure."""
 
     draw: int
     message: str | None
@@ -54,7 +48,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw. After a failure, also yield the outcome of the reduced case, with its code."""
+    """Yield one outcome per draw, and after a failure the outcome of the reduced case, with its code."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):
@@ -65,13 +59,11 @@ def work(task: Task) -> Iterator[Outcome]:
 
 
 def reproducer(task: Task, draw: int, program: Program | None = None) -> str:
-    """Return code that runs a program on the data of a draw. By default, it is the task's program."""
     program = program or task.program
     return lines_of(program, *_numbers(program, task, draw))
 
 
 def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tuple[int, str | None]]:
-    """Yield (draw, message) for each draw. The message says what is wrong, or is `REFUSED` or None."""
     trial = None
     precision = "highest" if program.exact else "default"
     with jax.enable_x64(program.dtype == "float64"), jax.default_matmul_precision(precision):
@@ -90,7 +82,6 @@ def _outcomes(program: Program, task: Task, draws: Iterable[int]) -> Iterator[tu
 def _numbers(
     program: Program, task: Task, draw: int, results: Sequence[jax.ShapeDtypeStruct] | None = None
 ) -> tuple[Arguments, list[np.ndarray]]:
-    """Draw arguments and cotangents. They depend on the program, on the task's seed and number, and on `draw`."""
     random = np.random.default_rng([task.seed, task.number, draw])
     with jax.enable_x64(program.dtype == "float64"):
         arguments = program.arguments(random, DATA[draw])
@@ -102,7 +93,6 @@ def _numbers(
 
 
 def _smallest(program: Program, task: Task, draw: int) -> Program:
-    """Return the simplest program that still fails, among those found in at most `MOST_TRIALS` trials."""
     candidates, tried = iter(smaller(program)), 0
     while tried < MOST_TRIALS and (simpler := next(candidates, None)) is not None:
         tried += 1

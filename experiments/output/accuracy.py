@@ -1,7 +1,6 @@
 """Measure, print, and write the accuracy for `experiments.check --accuracy`.
 
-Each row gives the worst location of one op, dtype, and implementation. A location is an offset and a scale of an
-argument.
+Each row gives the worst location of one op, dtype, and implementation: an offset and a scale of an argument.
 """
 
 import dataclasses
@@ -21,9 +20,9 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws, for convolutions and kernels without a GPU. The simulator takes milliseconds per CTA."""
+"""Fewer locations and draws where convolutions or the simulator of kernels are slow."""
 MORE = 8
-"""Factor by which the number of draws increases at locations where the first draws exceeded the allowed error."""
+"""The factor of the number of draws when a location is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -35,8 +34,7 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Measure one op after the other, and print and save its rows. Return whether all rows are within the allowed
-    error."""
+    """Measure, print, and save one op after another. Return whether all rows are within the allowed error."""
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
     without_gpu = jax.default_backend() != "gpu"
@@ -64,17 +62,13 @@ def measure(
 
 
 def _kept(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows that an earlier run saved in the same file, except failed rows, which are measured again."""
     if path is None or not path.exists():
         return []
     return [row for row in json.loads(path.read_text())["rows"] if row["excess"] <= 1]
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure all locations. Measure locations that exceed the allowed error again, with more draws.
-
-    Among hundreds of locations, some exceed the allowed error by chance.
-    """
+    """Measure all locations. Measure a location above the allowed error again, with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):
@@ -87,7 +81,6 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 
 
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
-    """Return the row of the location with the largest excess."""
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
     return finite(row, lambda infinite: 1e300)  # no relative error is that large

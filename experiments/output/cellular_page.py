@@ -1,7 +1,6 @@
-"""Write a page that runs a hardened cellular automaton in the browser. It is one HTML file, which also works offline.
+"""Write a page that runs a hardened cellular automaton in the browser, as one HTML file that works offline.
 
-The netlist of the automaton is translated to JavaScript that computes on words of 32 cells. The layout and the script
-of the page are in `cellular_page.html`, in this folder.
+The netlist of the automaton becomes JavaScript that computes on words of 32 cells.
 """
 
 import json
@@ -32,16 +31,10 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page.
+    """Write the page. It shows `target` next to the grid, and counts the cells that agree with it.
 
-    Args:
-      target: the target picture. The page shows it next to the grid, and counts the cells that agree with it.
-      fire_rate: the probability that a cell updates in a tick.
-      visible: the number of channels that are shown, 1 to 3. The default is the target's number of channels, or 1
-        without a target.
-
-    Raises:
-      ValueError: if the channels of `initial_state`, the shape of `target`, or `visible` do not fit the circuit.
+    `fire_rate` is the probability that a cell updates in a tick. The first `visible` channels are shown, by default the
+    target's channels, or 1.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -76,13 +69,12 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state for the page, channel by channel, with eight hexadecimal digits per 32 cells of a row."""
+    """Encode a state channel by channel, with eight hexadecimal digits per 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 
 
 def _lines(circuit: CellularCircuit) -> list[str]:
-    """Return the JavaScript statements that update one word of cells."""
     netlist, lines = circuit.netlist, []
     read = {*netlist.a.tolist(), *netlist.b.tolist(), *netlist.results.tolist()}
     for i in sorted(read & set(range(netlist.inputs))):

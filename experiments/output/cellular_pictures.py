@@ -1,4 +1,4 @@
-"""Draw pictures of a hardened cellular automaton: a PNG with a strip of some ticks, and a GIF of all ticks."""
+"""Draw pictures of a hardened cellular automaton."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,10 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Number of channels -> list of the colors of a cell. The index into the list has one bit per channel; the first
-channel is bit 0."""
+"""Maps a number of channels to colors. A color's index has one bit per channel, the first as bit 0."""
 FRAMES = 8
-"""Number of frames per strip."""
 GIF_PIXELS = 384
-"""Largest length in pixels of the longer side of a GIF, unless the grid has more cells."""
+"""Largest side of a GIF in pixels, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -48,19 +46,10 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write pictures of three runs of the automaton. The first two start from `initial_state` and `large_state`. The
-    third starts from the last state of the first run, with a square destroyed.
+    """Write pictures of three runs of `ticks` ticks, and return the files. The runs start from `initial_state`, from
+    `large_state`, and from the last state of the first run with a square destroyed.
 
-    The pictures are `automaton.png`, with one strip per run, and one GIF per run: `automaton.gif`,
-    `automaton_large.gif`, and `automaton_healing.gif`.
-
-    Args:
-      ticks: the number of ticks of each run.
-      visible: the number of channels that are shown, 1 to 3.
-      fire_rate, seed: arguments of `CellularCircuit.run`.
-
-    Returns:
-      The written files.
+    The first `visible` channels are shown. `fire_rate` and `seed` are arguments of `CellularCircuit.run`.
     """
 
     def run(state, number):
@@ -81,8 +70,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a square at the center of the grid. By default, the square is half as wide as the
-    grid's shorter side."""
+    """Return the state with zeros in a central square, by default half as wide as the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -92,7 +80,6 @@ def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side
 
 
 def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: int) -> Int[np.ndarray, "..."]:
-    """Return the color of each cell as an index into the palette."""
     if visible not in PALETTES or states.shape[-1] < visible:
         raise ValueError(
             f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the state's channels"
@@ -101,7 +88,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of frames per run: the first tick, the last tick, and some ticks between them."""
+    """Return a PNG with one row of frames per run."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)
@@ -123,7 +110,7 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
 
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
-    """Return a GIF with one frame per tick, which restarts after a pause."""
+    """Return a GIF with one frame per tick and a pause at the end."""
     scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
     palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
     first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]

@@ -1,4 +1,4 @@
-"""Write the page of a comparison: one HTML file with its pictures, in a light and a dark color scheme."""
+"""Write the page of a comparison, one HTML file with its pictures."""
 
 import io
 import json
@@ -18,12 +18,11 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# In the finished picture, this color is replaced by the page's text color.
+# The page's text color replaces this color in the finished picture.
 _TEXT = "#010203"
 
 
 def page(report: Report) -> str:
-    """Return the page: the training curves, followed by the comparison."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     settings = json.dumps({"command": report["command"], **report["config"]}, indent=1)
     before = ""
@@ -36,8 +35,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Return a table of the losses at some steps, with one column per implementation. The last row is the largest
-    distance from the reference."""
+    """Return a table of some losses, and of the largest distance from the reference."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -56,7 +54,6 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
-    """Return a picture as an element of the page, in the page's text color and font."""
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
     # The salt makes the ids of a picture unique on the page, and the same in every run.
     style = {

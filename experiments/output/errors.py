@@ -18,33 +18,26 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names the setting or file, its value, and the wanted
-    value.
+    """An invalid setting or file from the user. The message names it, its value, and the wanted value.
 
-    A separate class is needed because a `ValueError` from a model or an op under development should show a traceback.
+    Other `ValueError`s, such as from an op under development, show a traceback.
     """
 
 
 class BrokenRun(Exception):
-    """The files of a run prevent it from continuing. The message names the file and the reason."""
+    """The files of a run prevent it from continuing."""
 
 
 class Stopped(KeyboardInterrupt):
-    """The user has pressed Ctrl-C. The message describes the results so far."""
+    """The user has pressed Ctrl-C."""
 
 
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(config, command)`, and return the exit code.
+    """Parse the command line, call `run(config, command)`, where `command` is its text, and return the exit code.
 
-    The argument `command` of `run` is the command line as text.
-
-    Args:
-      config: a dataclass, or a union of subcommands.
-      module: the module of the command, and its subcommand if it has one.
-      args: the arguments of the command line, or None for the arguments of this process.
-      options: options of `tyro.cli`.
+    `config` is a dataclass, or a union of subcommands. `module` may be followed by a subcommand.
     """
     args = sys.argv[1:] if args is None else list(args)
     program = ["python", "-m", *module.split()]
@@ -79,12 +72,7 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
-    """Return the names after checking that all are known. If no names are given, return all known names.
-
-    Raises:
-      UserError: (a ValueError) for unknown names. The message proposes similar names. If there are none, it lists all
-        known names.
-    """
+    """Return the names, by default all known names; or raise UserError with similar names or all known names."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
@@ -94,11 +82,6 @@ def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
-    """Require that the folders of the files exist.
-
-    Raises:
-      UserError: (a ValueError) for a file in a folder that does not exist.
-    """
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -106,7 +89,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Return a context in which Ctrl-C prints a message that names the file with the results so far."""
+    """Return a context in which Ctrl-C names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -115,12 +98,11 @@ def kept_in(path: Path | None) -> Iterator[None]:
 
 
 def _in_words(error: OSError) -> str:
-    """Return the file and the reason of an error, without the error number."""
     return f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
 
 
 def warn(message: str) -> None:
-    """Print a warning in one line: what is wrong, and how the command continues."""
+    """Print a warning of what is wrong, and how the command continues, in one line."""
     _said(f"warning: {message}", 0)
 
 

@@ -9,13 +9,9 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`. A reader sees either the old file or the complete new file, even if the process is killed
-    at any moment.
+    """Write `data` to `path`, so that a reader sees either the old file or the complete new file, even after a kill.
 
-    A kill can leave a temporary file in the folder. `is_leftover` recognizes it by name.
-
-    Raises:
-      OSError: with the name of the file, if it cannot be written.
+    A kill can leave a temporary file in the folder (`is_leftover`). An OSError has the name of the file.
     """
     temporary = temporary_name(path)
     try:
@@ -33,18 +29,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file.
-
-    Raises:
-      OSError: if there is no such file, or it is a pipe, which could take for ever to read, or another special file.
-    """
+    """Read a regular file. Raise OSError for special files, such as a pipe, which could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until files are on disk. For a folder, wait until the names of its files are on disk."""
+    """Wait until files, or the names in a folder, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -65,5 +57,5 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether `path` is a temporary file or folder that a killed process left."""
+    """Return whether a killed process left `path` as a temporary file or folder."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

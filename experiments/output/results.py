@@ -1,6 +1,4 @@
-"""The fields that all result files share: the date, commit, device, and versions of the run that wrote the file.
-
-A result file is a JSON object with these fields, and with the fields of its command:
+"""The fields that all result files share. A result file is a JSON object.
 
     schema     1
     command    the command line
@@ -10,6 +8,8 @@ A result file is a JSON object with these fields, and with the fields of its com
     platform   "cpu", "gpu", ...
     versions   the versions of Python, jaxbp, and the packages that it uses
     note       further information for the reader; optional
+
+Each command adds its fields.
 """
 
 import json
@@ -30,7 +30,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable that names the commit, for files that were copied without the Git history."""
+"""An environment variable with the commit, for files without Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -49,15 +49,11 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the short hash of the commit that is checked out in `root`, with `+` if tracked files differ from the
-    commit.
-
-    The environment variable `JAXBP_COMMIT` takes precedence. Return None if there is neither a commit nor the variable.
-    """
+    """Return the field `commit` for the checkout `root`."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # An installed package may lie in the checkout of another project, whose commit does not apply to jaxbp.
+        # An installed package may lie in the checkout of another project.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty
@@ -67,7 +63,6 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def to_json(report: Mapping[str, Any]) -> bytes:
-    """Convert the report to indented JSON. Raise an error for numbers that are not finite."""
     return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -77,7 +72,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Replace each number that is not finite by `otherwise(number)`, because JSON has no such numbers."""
+    """Replace numbers that are not finite, which JSON does not have, by `otherwise(number)`."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""Studies whose results are shown in the documentation. Run one as `python -m experiments.studies.NAME`."""
+"""Studies for the documentation. Run one as `python -m experiments.studies.NAME`."""

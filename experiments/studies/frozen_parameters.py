@@ -8,13 +8,8 @@ The model is a stack of blocks with frozen parameters and with adapters (LoRA, E
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-Each row of the report is one compiled program, which computes the gradients of a loss with respect to the adapters, or
-with respect to all parameters. It contains:
-
-- the implementation of all ops
-- `wanted`, which is "adapters" or "all"
-- the time in microseconds
-- the bytes of its results, and of the memory that it needs beyond its arguments and results
+Each row of the report is one compiled program, which computes the gradients with respect to the `wanted` parameters. It
+has the time in microseconds, and the bytes of its results and of its temporaries.
 """
 
 import argparse
@@ -37,11 +32,9 @@ from jaxbp.verify.timing import device_seconds
 
 IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
-"""The arguments of `loss` whose gradients a program computes."""
 EXPANSION = 4
-"""The number of hidden features of a block, divided by its features."""
 SETTLING = 1.2
-"""The largest number of seconds for which each program runs before it is timed."""
+"""The limit of the seconds for which each program runs before it is timed."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
 
 
@@ -70,8 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`: adapters and frozen parameters, one entry per block, and x and dy
-    `(rows, features)`."""
+    """Return the arguments of `loss`: adapters and frozen parameters per block, and x and dy `(rows, features)`."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -82,7 +74,7 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws normal arrays, with a standard deviation of one over the root of the last axis."""
+    """Draws normal arrays, with the standard deviation `n ** -0.5` for a last axis of n elements."""
 
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0
@@ -109,19 +101,12 @@ def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jax
 
 
 def gradients(implementation: jaxbp.pairing.Implementation, wanted: str) -> Callable:
-    """Return the function from the arguments of `loss` to the wanted gradients."""
     return jax.grad(functools.partial(loss, implementation=implementation), WANTED[wanted])
 
 
 def measured(
     arguments: tuple[Any, ...], implementations: Sequence[str], seconds: float, settling: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the time and the memory of each program. All programs are first compiled in parallel.
-
-    Args:
-      seconds: the least duration of a round.
-      settling: the largest number of seconds for which a program runs before the first round.
-    """
     programs = [(implementation, wanted) for implementation in implementations for wanted in WANTED]
     lowered = [jax.jit(gradients(*program)).lower(*arguments) for program in programs]
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -3,10 +3,9 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with the same number of examples per device in all settings: on one GPU without a mesh,
-on a mesh of one GPU, and on a mesh of all GPUs. Steps on a mesh use XLA's default options, and then the options
-`OVERLAPPING`. `compile` compiles the same steps for eight H200 GPUs, which need not be present, and lists the
-collectives in the compiled programs.
+`measure` times training steps with a fixed number of examples per device: on one GPU without a mesh, on a mesh of one
+GPU, and on a mesh of all GPUs, also with the options `OVERLAPPING`. `compile` compiles the steps for eight H200 GPUs,
+which need not be present, and lists the collectives.
 """
 
 import argparse
@@ -34,10 +33,8 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Options of XLA with which each layer's gradients are summed over the devices in a separate collective, during the
-backward of the layer before."""
+"""Options with which XLA sums the gradients of a layer during the backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
-"""Workload -> numbers of examples per device."""
 COMPILED_FOR = 8
 SECONDS = 0.03
 
@@ -61,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` examples per device."""
+    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -80,7 +77,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield the time of each step in microseconds, on each mesh. All programs are first compiled in parallel."""
+    """Yield the microseconds of each step on each mesh. All programs are first compiled in parallel."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -119,7 +116,6 @@ def lowered(workload: Workload, examples: int, mesh: Mesh | None, options: Mappi
 
 
 def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Compile one step of each workload for `COMPILED_FOR` GPUs, without and with `OVERLAPPING`."""
     sys.path.insert(0, str(ROOT / "tests"))
     from ahead_of_time import gpus
 
@@ -149,20 +145,14 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Return the communication in a compiled program.
-
-    Returns:
-      collectives: kind -> number of collectives.
-      bytes: the total bytes of the collectives' results.
-      kernels: the number of jaxbp kernels.
-      kernels_meanwhile: the number of jaxbp kernels between the start and the end of a collective.
-    """
+    """Return the collectives of each kind and the bytes of their results, the number of jaxbp's kernels, and the number
+    of these kernels between the start and the end of a collective."""
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():
         if found := COLLECTIVE.search(line):
             kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
-            if found["start"]:  # The start of an asynchronous collective lists its arguments, followed by its results.
+            if found["start"]:  # An asynchronous collective lists its arguments, followed by its results.
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))

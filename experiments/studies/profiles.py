@@ -4,21 +4,19 @@
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE. By
-default it runs in float32 with "pallas" and "default" precision. One call is profiled: jaxbp's kernels and the products
-of cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
+default it runs in float32 with "pallas" and "default" precision. The profile has jaxbp's kernels, the products of
+cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
 
-All workloads are first compiled without the profiler, into a separate cache. Then each workload runs in a separate
-process under the profiler, so that a failure affects only its rows. The profiler runs each kernel several times, to
-read a few counters each time. In between, it restores the kernel's memory and flushes the caches. The times are
-therefore for an isolated kernel with cold caches, and are longer than in the program. CUDA graphs are disabled.
+Each workload runs in a separate process under the profiler, so that a failure affects only its rows. The profiler runs
+each kernel several times, with its memory restored and the caches flushed. The times are therefore longer than in the
+program. CUDA graphs are disabled.
 
 Each row contains:
 
-- the time in microseconds
+- the time in microseconds, and the registers per thread
 - percentages of the device's peak: for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors (the
   tensor cores, for products), and the number of resident warps
 - the instructions issued per cycle, at most four
-- the registers per thread
 - the reason for which warps waited longest, with the wait in cycles per instruction
 """
 
@@ -64,7 +62,6 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Launch
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
 """Pattern for the names of the profiled kernels."""
 SECONDS = 100
-"""Seconds after which a process under the profiler is killed."""
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -85,8 +82,6 @@ STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_p
 
 
 class Asked(NamedTuple):
-    """A workload that the command line names, with its batch size, dtype, implementation, and precision."""
-
     workload: Workload
     batch: int
     dtype: str
@@ -138,7 +133,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return the output of Nsight Compute, CSV with one line per kernel, or an empty string if it fails."""
+    """Return the CSV output of Nsight Compute, or an empty string if it fails."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -175,7 +170,6 @@ def rows_of(text: str, asked: Asked) -> Iterator[dict[str, Any]]:
 
 
 def number(value: str | None) -> float | None:
-    """Return the number in a cell, which may contain commas, or None if the cell has no number."""
     try:
         return float((value or "").replace(",", ""))
     except ValueError:

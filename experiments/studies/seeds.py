@@ -3,9 +3,8 @@
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument contains the arguments of `python -m experiments.train` for one setting, without `--seed`. A run trains in
-a child process and leaves no files. Concurrent runs (`--processes`) slow each other down, which makes their times
-unreliable. The result file has one row per setting and seed. It is rewritten after each run.
+Each argument has the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
+files. Concurrent runs (`--processes`) make the times unreliable. The result file has one row per setting and seed.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""A pair of the arguments of `experiments.train`, as text, and the seed."""
+"""The arguments of `experiments.train`, as text, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -94,7 +93,6 @@ def trained(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset) -> dict[str, Any]:
-    """Return numbers that describe the hardened circuit of an automaton or a convolutional logic network."""
     if isinstance(config, AutomatonConfig):
         circuit = model.harden().seen(config.visible)
         shares, _ = (life if isinstance(config, LifeConfig) else trials)(config, circuit)
@@ -115,7 +113,6 @@ def circuit_figures(config: TrainingConfig, model: nnx.Module, dataset: Dataset)
 
 
 def c_compiler() -> dict[str, str]:
-    """Return the names of the processor and the C compiler, which affect the speed of a circuit's C code."""
     cpus, compiler = Path("/proc/cpuinfo"), shutil.which("cc")
     found = re.search(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else None
     named = {"processor": found[1]} if found else {}

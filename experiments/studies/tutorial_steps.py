@@ -2,13 +2,9 @@
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-The code of the page runs first, which checks the gradients of each kernel. The page's dictionary `STEPS` then gives the
-kernels to time. Each row of the report contains:
-
-- the step's name
-- the time in microseconds, with the final sum of dscale
-- the roofline in microseconds: the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale
-- the share of the roofline, which is the roofline divided by the time
+The code of the page, which checks the gradients of each kernel, runs first. It defines the kernels in `STEPS`. Each row
+of the report has the time in microseconds, with the final sum of dscale, and the share of the roofline. The roofline is
+the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale.
 """
 
 import argparse
@@ -52,7 +48,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def steps() -> Mapping[str, Callable]:
-    """Run the code of the page, and return its kernels by the names of their steps."""
     code = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     namespace: dict[str, Any] = {"__name__": PAGE.stem}
     for block in code:
@@ -72,12 +67,7 @@ def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
 def measured(
     kernels: Mapping[str, Callable], arrays: Sequence[jax.Array], seconds: float
 ) -> Iterator[dict[str, float | str]]:
-    """Yield the time of each kernel and its share of the roofline.
-
-    Args:
-      kernels: step -> `kernel(*arrays)`, which returns dx and dscale.
-      seconds: the least duration of a round.
-    """
+    """Yield the time and the share of the roofline of each `kernel(*arrays)`, which returns dx and dscale."""
     read = sum(a.nbytes for a in arrays)
     rates = measured_rates(str(arrays[0].dtype), seconds)
     for step, kernel in kernels.items():

@@ -1,7 +1,6 @@
 """Checkpoints. A checkpoint is a folder with everything that a run needs to resume, and the checksums of its files.
 
-    run.json    the epoch, the settings, the checksum of the model's constants, the metrics of every epoch so far, the
-                checksums of the files in state/, and the checksum of run.json
+    run.json    the settings, the checksum of the model's constants, the metrics of every epoch so far, and checksums
     state/      the parameters and the state of the optimizer, written by Orbax
 
 A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
@@ -41,10 +40,8 @@ class Checkpoint:
     """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the state before the first epoch.
 
     Attributes:
-      config: the settings.
       constants: the checksum of the model's variables that are not trained.
-      metrics: the metrics of every epoch so far.
-      files: path of each file within `state` -> its checksum.
+      files: maps the path of each file within `state` to its checksum.
       folder: the folder that holds the checkpoints of all epochs.
     """
 
@@ -61,13 +58,12 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each array of the state, by path. No array is read."""
+        """The shapes and dtypes of the arrays by path, without reading them."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:
-        """The arrays of the state, by path. They are read on first access."""
         with self._orbax() as (orbax, state):
             restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self.shapes}
             restored = orbax.restore(state, restore_args=traverse_util.unflatten_dict(restore, sep="/"))
@@ -75,11 +71,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[tuple[ocp.Checkpointer, Path]]:
-        """Yield a checkpointer, and the path of the state.
-
-        Raises:
-          BrokenRun: if the files have correct checksums, but no state that Orbax can read.
-        """
+        """Yield a checkpointer and the state's path, or raise BrokenRun if Orbax cannot read it."""
         try:
             with _for_orbax(self.path) as folder, _orbax() as orbax:
                 yield orbax, folder / STATE
@@ -88,7 +80,7 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
-    """Write the folder of the checkpoint atomically, and return the checkpoint with its checksums."""
+    """Write the checkpoint's folder atomically, and return the checkpoint with its checksums."""
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
@@ -98,10 +90,10 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # a folder of this epoch is corrupt, because the run did not resume from it
+        remove(checkpoint.path)  # the run did not resume from a folder of this epoch, so it is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. The folder is removed when the run resumes.
+        # After Ctrl-C, threads of Orbax may still write into the folder. The next resumption removes it.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -110,18 +102,13 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
 
 
 def write_run(checkpoint: Checkpoint, path: Path) -> None:
-    """Write `run.json`, which holds everything but the state, into the checkpoint's folder."""
     run = {field: value for field, value in vars(checkpoint).items() if field not in ("folder", "shapes", "arrays")}
     run["sha256"] = _checksum(json.dumps(run).encode())
     write_atomically(path / RUN, json.dumps(run, indent=1).encode())
 
 
 def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `state/` in the folder.
-
-    Raises:
-      OSError: for an error of the operating system, such as a full disk.
-    """
+    """Write the arrays to `state/` in the folder. Raise OSError, for example if the disk is full."""
     try:
         with _for_orbax(folder) as plain, _silent_threads(), _orbax() as orbax:
             orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
@@ -134,7 +121,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax, which print tracebacks of an error that `save` raises too."""
+    """Silence the threads of Orbax, which print tracebacks of errors that `save` raises too."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -153,8 +140,7 @@ def _silent_threads() -> Iterator[None]:
 def _for_orbax(folder: Path) -> Iterator[Path]:
     """Yield an absolute path to the folder that Orbax accepts.
 
-    Orbax takes `[` for a pattern, and fails for a backslash and for names that are not UTF-8. A path with any unusual
-    character therefore leads through a symbolic link.
+    Orbax fails for `[`, for a backslash, and for names that are not UTF-8. The path is then a symbolic link.
     """
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
@@ -167,7 +153,6 @@ def _for_orbax(folder: Path) -> Iterator[Path]:
 
 
 def _orbax():
-    """Return an Orbax checkpointer that does not wait for other processes."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -175,12 +160,7 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint in a folder.
-
-    Raises:
-      BrokenRun: if a file has changed since it was written, the folder is not named after its epoch, or `run.json` has
-        other fields.
-    """
+    """Read the checkpoint in a folder, or raise BrokenRun."""
     file = path / RUN
     try:
         run = json.loads(_bytes(file))
@@ -205,33 +185,25 @@ def path_of(folder: Path, epoch: int) -> Path:
 
 
 def epochs(folder: Path) -> list[int]:
-    """Return the epochs that have folders, the last epoch first."""
+    """Return the epochs that have folders, the last one first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
 
 def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
-    """Convert a state to a dict from paths to arrays."""
     return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`, and return a state with the structure, shapes, and dtypes of `like`.
-
-    Raises:
-      BrokenRun: if the arrays belong to another model or optimizer.
-    """
+    """Invert `to_arrays`, and return a state like `like`, or raise the error of `check_like`."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
 
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
-    """Require that the arrays, or only their shapes, have the paths, shapes, and dtypes of `like`.
+    """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
     Check the shapes before arrays are read. A small file can claim an array that does not fit in memory.
-
-    Raises:
-      BrokenRun: if the arrays belong to another model or optimizer.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
@@ -241,8 +213,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from paths to leaves, in the order of the tree. The path of an NNX variable omits the name of its
-    only leaf, `value`."""
+    """Return a dict from paths to leaves, in which NNX variables lack the name of their only leaf, `value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

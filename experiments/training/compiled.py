@@ -1,4 +1,4 @@
-"""Compile hardened networks to C, and load them into this process as functions of arrays."""
+"""Compile hardened networks to C, and load them as functions of arrays."""
 
 import ctypes
 import subprocess
@@ -18,7 +18,7 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Compile the circuit's C code into `folder`, and return it as a function like `circuit.evaluate`."""
+    """Return the circuit's C code, compiled in `folder`, as a function like `circuit.evaluate`."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 
@@ -26,13 +26,12 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 def compiled_classifier(
     circuit: AnyCircuit, classes: int, compiler: str, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Compile the circuit's C code into `folder`, and return it as a classifier of packed samples `(inputs, words)`."""
+    """Return the circuit's compiled C code as a classifier of packed samples `(inputs, words)`."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
 
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Call a C function on packed samples. It fills `result`, which is returned."""
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
         raise MemoryError("the compiled circuit could not allocate memory")
@@ -42,8 +41,7 @@ def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Compile the automaton's C code into `folder`, and return it as a function like `automaton.run`, for one grid
-    `(height, width, channels)`."""
+    """Return the automaton's compiled C code as a function like `automaton.run`, for one grid `(h, w, c)`."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):
@@ -56,7 +54,6 @@ def compiled_automaton(
 
 
 def ticks_per_second(run: Callable[[np.ndarray, int], np.ndarray], state: np.ndarray) -> float:
-    """Return the number of ticks per second on one CPU core."""
     ticks = 1
     while True:
         start = time.perf_counter()

@@ -1,12 +1,11 @@
-"""Draw the picture of a run: loss and error rate per epoch, and below them some misclassified test images, if there are
-any."""
+"""Draw the picture of a run."""
 
 import io
 from collections.abc import Sequence
 
 import numpy as np
 
-# pyplot is not used, because it keeps figures in global state and chooses a backend by the machine's display.
+# pyplot is not used, because it keeps global state and chooses a backend by the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -26,9 +25,8 @@ def draw(
 ) -> bytes:
     """Return a PNG of the loss and the error rate per epoch, and below them the first misclassified test images.
 
-    Args:
-      predictions: the predicted classes of the test images, `(N,)`, or None for a picture without test images.
-      names: the names of the training curve and of the evaluation curve.
+    `predictions (N,)` are the predicted classes of the test images; None shows no images. `names` are the names of the
+    training curve and of the evaluation curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
@@ -42,7 +40,7 @@ def draw(
     loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # A logarithmic axis cannot show 0. An epoch without mistakes is therefore drawn with half a mistake.
+    # A logarithmic axis cannot show 0, so an epoch without mistakes is drawn with half a mistake.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
     for axes in scale:

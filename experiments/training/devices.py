@@ -1,7 +1,4 @@
-"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch.
-
-The devices form a mesh with one axis, which divides the examples of a batch. A run on one device uses a mesh of one.
-"""
+"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch."""
 
 from collections.abc import Callable
 
@@ -17,13 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses. Every process contributes the same number of devices.
-
-    If the config sets no number, return the largest number that divides the batch.
-
-    Raises:
-      UserError: (a ValueError) for more devices than are present, or a batch that cannot be divided evenly among them.
-    """
+    """Return the number of devices that a run uses; by default, the largest number that divides the batch."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
@@ -40,7 +31,6 @@ def number_of(config: TrainingConfig) -> int:
 
 
 def mesh_of(config: TrainingConfig) -> Mesh:
-    """Return the mesh of a run. It raises the errors of `number_of`."""
     devices = number_of(config)
     first = [device for each in _of_each_process() for device in each[: devices // jax.process_count()]]
     return jax.make_mesh((devices,), (EXAMPLES,), axis_types=(AxisType.Auto,), devices=first)
@@ -51,30 +41,26 @@ def _of_each_process() -> list[list[jax.Device]]:
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """Return the sharding in which each device has the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def shares(mesh: Mesh) -> NamedSharding:
-    """Return the sharding in which the examples are divided among the devices."""
     return NamedSharding(mesh, PartitionSpec(EXAMPLES))
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return `loss(params, inputs, targets)` for a divided batch: each device computes the losses of its examples.
 
-    The gradient with respect to the parameters is summed over the devices in the dtype of the parameters. Without this
-    function, the compiler would sum in the dtype in which the model computes.
+    The gradient of the parameters is summed over the devices in their dtype. Without this function, XLA would sum in
+    the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
-    # `check_vma` is off. It would require that kernels declare the mesh axes along which their results vary, which
-    # jaxbp's kernels do not.
+    # `check_vma` requires that kernels declare the mesh axes along which their results vary. jaxbp's kernels do not.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place a copy of each array on each device. Every process must pass the same arrays. Arrays that are already on
-    all devices are not copied."""
+    """Place a copy of each array on each device. Every process must pass the same arrays."""
     sharding = whole(mesh)
 
     def placed(array):

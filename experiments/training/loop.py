@@ -1,8 +1,7 @@
 """The training loop. Each epoch is one compiled scan over batches, and the data stays on the devices.
 
-A config's `build` returns the model and its loss. Its `augmentation` returns a function that changes the examples at
-random. The model is split once into its parameters and a pure function. After that, all functions are pure functions of
-pytrees. A `TrainState` is the carry of the scan, is donated to the compiled epoch, and is saved in checkpoints.
+The model is split once into its parameters and a pure function. A `TrainState` is the carry of the scan, is donated to
+the compiled epoch, and is saved in checkpoints.
 """
 
 import dataclasses
@@ -28,13 +27,11 @@ from jaxbp.optimizers import FusedOptimizer, apply, fused_adamw
 from jaxbp.precision import LossScale
 
 PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(params, inputs, targets) -> (loss per example, predictions)`."""
 
 Share = Callable[[Array], Array]
-"""A function from a batch to the same batch, divided among the devices."""
 
-# cuDNN's fastest algorithms for convolution gradients sum in no fixed order, and its autotuner may choose another
-# algorithm in every process. With deterministic ops, repeated runs and resumed runs give the same bits on a GPU.
+# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner may choose another algorithm in every
+# process. With deterministic ops, repeated and resumed runs give the same bits on a GPU.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -48,8 +45,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """The metrics of one epoch. The training loss and accuracy are means over the steps of the epoch, during which the
-    parameters change."""
+    """The metrics of one epoch. The training loss and accuracy are means over its steps."""
 
     epoch: int
     step: int
@@ -61,43 +57,38 @@ class Metrics(NamedTuple):
     seconds: float
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
-    """Seconds of evaluation on the test set."""
     compile_seconds: float
-    """Seconds of compilation before this epoch. It is 0 in all epochs but the first of a process."""
+    """Seconds of compilation before this epoch; 0 except in the first epoch of a process."""
     loss_scale: float | None = None
-    """The factor by which the loss is scaled after this epoch, or None if the loss is not scaled."""
+    """The factor of the loss after this epoch, or None."""
     skipped_steps: int = 0
-    """Number of steps of this epoch whose loss or gradients were not finite. These steps changed only the loss
-    scale."""
+    """Number of steps that changed only the loss scale, because something was not finite."""
 
 
 MOST_SKIPPED = 50
-"""Maximum number of consecutive skipped steps. The loss scale reaches its smallest value after far fewer steps."""
+"""The limit of consecutive skipped steps, far more than the loss scale needs to reach its smallest value."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""The largest mean loss of an epoch, and the largest parameter, with which a run has not diverged. The losses of all
-experiments are below 1e3 before training. The choices of gates are constant long before a parameter reaches 1e4, so
-their loss cannot grow, and only their parameters show that a run diverges."""
+"""The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
+1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between runs with the same settings. All other metrics have the same bits."""
+"""The metrics that differ between runs with the same settings. All others have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run: its initial state, and two compiled functions with the data on the devices."""
+    """A prepared run: its initial state, and compiled functions with the data on the devices."""
 
     mesh: Mesh
     state: TrainState
     model: nnx.Module
-    """The model. The current parameters are in the state."""
+    """The model, without the current parameters."""
     constants_checksum: str | None
-    """The checksum of the model's variables that are not trained: see the function `constants_checksum`."""
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`: see the function `train_epoch`. The new state overwrites
-    the buffers of `state`."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`, which overwrites the buffers of `state`."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (loss, correct, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: a new initial state if the epoch is the first of a new attempt, else None."""
+    """`epoch -> state`: a new initial state if the epoch begins a new attempt, else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -105,12 +96,7 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation.
-
-    Raises:
-      UserError: (a ValueError) if the training set has fewer examples than a batch, or for the errors of
-        `devices.number_of`.
-    """
+    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size = {config.batch_size}; wants at most {examples}, the size of the training set")
@@ -162,8 +148,6 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
 def _compiled(
     train: Callable, evaluation: Callable, state: TrainState, dataset: Dataset, key: PRNGKeyArray, mesh: Mesh
 ) -> tuple[Callable, Callable, float]:
-    """Move the data to the devices and compile the two functions for it. Return `Training.train_epoch`,
-    `Training.evaluate`, and the seconds of compilation."""
     train_data = devices.on_each(mesh, (dataset.train_images, dataset.train_labels))
     test_data = devices.on_each(mesh, (dataset.test_images, dataset.test_labels))
     started = time.perf_counter()
@@ -181,15 +165,14 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and `loss(model, ...)` as a pure function of the parameters.
 
-    Variables other than `nnx.Param`, such as the fixed wires of a network, keep their initial values.
+    Other variables than `nnx.Param`, such as the fixed wires of a network, keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of a module's variables other than `nnx.Param`, or None if there are none. Checkpoints do not
-    contain these variables."""
+    """Return the SHA-256 of all variables but `nnx.Param`, which checkpoints do not contain; None without any."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -199,10 +182,9 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return Adam with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
+    """Return AdamW with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
 
-    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip. With `weight_decay`,
-    each step also subtracts weight_decay × learning rate × parameters (AdamW).
+    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
@@ -224,18 +206,17 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` examples after shuffling are left out of this epoch. `augment` changes the inputs of each
-    step at random. The change depends only on `key`, `epoch`, and the step. Epochs count from 1, steps from 0.
+    The last `N % batch_size` examples after shuffling are left out. `key`, `epoch`, and the step determine how
+    `augment` changes the inputs. Epochs count from 1, steps from 0.
 
     Returns:
-      The state, and for each step the mean loss, the fraction of correct predictions, and whether the step changed the
-      parameters. With a loss scale, a step whose loss or gradients are not finite does not change them.
+      The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
+      a loss scale, a step that is not finite does not change the parameters.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # One kind of key uses the epoch, the other its bitwise complement. The keys of steps and of shuffles are therefore
-    # never equal.
+    # The complement of the epoch makes the keys of steps differ from the keys of shuffles.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -273,10 +254,9 @@ def evaluate(
     batch_size: int,
     share: Share = lambda batch: batch,
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
-    """Return the mean loss over `inputs (N, ...)`, the number of correct predictions, and the predictions
-    `(N, ...)`."""
+    """Return the mean loss over `inputs (N, ...)`, the number of correct predictions, and the predictions."""
     batches = -(-len(inputs) // batch_size)
-    # The last batch is padded with the last example. The repetitions are cut off below.
+    # The last batch is padded with the last example.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
 
     def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array]:
@@ -294,12 +274,11 @@ def run(
     """Train from `state`, the state after `epochs_done` epochs, to the last epoch.
 
     After each epoch, yield its metrics, the state, and the predictions for the test set. The next epoch overwrites the
-    buffers of the yielded state, and the first epoch overwrites the buffers of `state`. Copy a state to keep it.
+    buffers of its initial state, so copy a state to keep it.
 
     Raises:
-      FloatingPointError: after the first epoch with a loss that is not finite. The message names the epoch and the
-        step. With a loss scale: after the first epoch without any finite loss, or after `MOST_SKIPPED` consecutive
-        skipped steps. Also after the first epoch with a loss above `MOST_LOSS` or a parameter above `MOST_PARAMETER`.
+      FloatingPointError: after an epoch with a loss that is not finite, or above `MOST_LOSS`, or a parameter above
+        `MOST_PARAMETER`. With a loss scale, only an epoch without finite losses, or `MOST_SKIPPED` skipped steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -347,7 +326,7 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
             f"the training loss became {losses[broken[0]]} in epoch {epoch}, at its step {broken[0] + 1} of "
             f"{losses.size}: the last good state is the state of epoch {epoch - 1}"
         )
-    # The last update of an epoch may make parameters that are not finite. No training loss of this epoch shows this.
+    # The last update of an epoch may make parameters infinite, which shows in no training loss of this epoch.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
             f"the test loss became {test_loss} in epoch {epoch}: the last good state is the state of epoch {epoch - 1}"

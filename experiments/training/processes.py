@@ -1,12 +1,8 @@
 """Train one model in several processes. Each process uses the devices that it sees.
 
-Process 0 has the settings, writes the run directory, and prints. JAX connects the devices of all processes. In
-addition, each other process keeps a connection to process 0, on the port after the coordinator's port, through which it
-receives the settings. If one process ends, the operating system closes its connections. The other processes notice this
-and end as well, even while they compile, draw, or wait.
-
-A process introduces itself with one line, which ends with a token. Process 0 closes all other connections, such as
-connections of a port scan.
+Process 0 has the settings, writes the run directory, and prints. Each other process has a connection to process 0, on
+the port after the coordinator's port, over which it receives the settings. When a process ends, its connections close,
+and the other processes end as well. A process introduces itself with one line that ends with a token.
 """
 
 import argparse
@@ -33,29 +29,22 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""An environment variable with the token. If process 0 does not have it, process 0 generates and prints a token."""
+"""An environment variable with the token. By default, process 0 generates and prints a token."""
 START_SECONDS = 300
-"""The number of seconds within which all processes must connect."""
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits of the line with which another process introduces itself."""
+"""Limits of the first line from another process."""
 SETTINGS_BYTES = 2**16
-"""Most bytes of the settings."""
 POLL_SECONDS = 0.1
-"""The longest time for which a process that has introduced itself waits until process 0 takes notice."""
 PARTING_SECONDS = 2
-"""The number of seconds within which the other processes must notice that a process has ended."""
+"""The time in which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""TCP keepalive: two times in seconds, and the number of probes. A lost connection to a machine is noticed after half a
-minute."""
+"""TCP keepalive: two times in seconds and a count of probes. It finds a lost connection after half a minute."""
 ENDS = "the run ends, and --resume continues it if it has a checkpoint"
 DONE = b"."
-"""The message that process 0 sends before it ends without an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The number of this process, the number of all processes, and the address (host and port) of process 0."""
-
     host: str
     port: int
     process: int
@@ -63,11 +52,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the three options from a command line; return None if it has none of them.
-
-        Raises:
-          UserError: (a ValueError) if only one or two of the three options are given, or for invalid values.
-        """
+        """Parse the three options from a command line; return None if it has none of them."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -88,11 +73,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Run `command(settings)` in this process, together with the other processes, and then end this process.
 
-    Process 0 exits with the code of its command. If the code is 0, the other processes also exit with 0. If a process
-    disappears, the others print one line and exit with 1.
-
-    Args:
-      settings: the settings as one line. Only process 0 needs them, and sends them to the other processes.
+    Only process 0 needs `settings`, one line that it sends to the other processes. Its exit code is the code of its
+    command. If the code is 0, the other processes also exit with 0. If a process disappears, the others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -104,20 +86,18 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """Return process 0's arrays in all processes. Every process passes arrays with the same shapes and dtypes."""
+    """Return process 0's arrays in all processes. All must pass arrays with the same shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. The arrays are therefore broadcast as
-    # bytes.
+    # The arrays are sent as bytes, because JAX broadcasts by a sum over processes, which loses the sign of zeros.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process and its connections. Process 0 has a connection to each other process, and each other process has
-    one to process 0."""
+    """This process with its connections: from process 0 to all others, or from another process to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -140,9 +120,9 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it, and the others end when it ends.
+            # Ctrl-C in a terminal reaches all processes. Process 0 handles it, and the others end when it ends.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # JAX's preemption service would treat SIGTERM as a notice of preemption, and the process would continue.
+        # JAX's preemption service would catch SIGTERM, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)
         host = f"[{place.host}]" if ":" in place.host else place.host
         address = _relay(place) if place.process else f"{host}:{place.port}"
@@ -154,7 +134,6 @@ class Joined:
         return command()
 
     def _watch(self, process):
-        """Wait until another process ends, then end this process."""
         try:
             said = self._links[process].recv(1)
         except OSError:
@@ -181,10 +160,9 @@ class Joined:
 
 
 def _listen(place):
-    """Wait for the other processes to connect, and return their connections."""
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
-    # JAX's coordinator would crash if its port were in use. The port is held until it starts.
+    # If its port is in use, JAX's coordinator crashes. The port is therefore held until it starts.
     with _bound(place, place.port), _bound(place, place.port + 1) as server:
         if not os.environ.get(TOKEN):
             print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
@@ -204,7 +182,6 @@ def _listen(place):
 
 
 def _bound(place, port):
-    """Return a server at a port of process 0's address."""
     try:
         return socket.create_server((place.host, port), family=socket.AF_INET6 if ":" in place.host else socket.AF_INET)
     except OSError as error:
@@ -216,8 +193,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Read the first line of a connection: two words and a token. If the token is right, put the connection and the two
-    words into the queue. Otherwise close the connection."""
+    """Put a connection and the first two words of its line into the queue, if the token is right."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -229,8 +205,6 @@ def _introduce(link, token, introduced):
 
 
 def _number(process, processes, place, missing):
-    """Return the number of a process. Raise an error unless it is missing and its run has the same number of
-    processes."""
     if processes != str(place.processes) or process not in map(str, missing):
         wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
         raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")
@@ -238,7 +212,6 @@ def _number(process, processes, place, missing):
 
 
 def _call(place):
-    """Connect to process 0, and receive the settings."""
     if not (token := os.environ.get(TOKEN)):
         raise UserError(f"the environment variable {TOKEN} is not set; wants the token of process 0, which prints it")
     link = _connected(place.host, place.port + 1)
@@ -251,7 +224,6 @@ def _call(place):
 
 
 def _connected(host, port):
-    """Connect to process 0, and retry until it listens."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -265,8 +237,8 @@ def _connected(host, port):
 def _relay(place):
     """Relay connections to the coordinator, and return the local address of the relay.
 
-    JAX aborts a process whose connection to the coordinator closes, often before `_watch` can print the reason. The
-    relay keeps its connections to JAX open after process 0 has ended.
+    When its connection closes, JAX aborts a process, often before `_watch` can print the reason. The relay keeps the
+    connections to JAX open after process 0 has ended.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -290,7 +262,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Configure a connection to wait without a time limit, but to fail if the other machine is unreachable."""
+    """Configure a connection without a time limit that fails if the other machine is unreachable."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -300,11 +272,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read the next line, without reading any byte after it.
-
-    Raises:
-      OSError: for a longer line, or if the line has not ended within this time.
-    """
+    """Read the next line, and no byte after it. Raise OSError if it is too long or too slow."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

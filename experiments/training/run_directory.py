@@ -1,15 +1,14 @@
 """The directory of a run, and how a run resumes after an interruption or damage.
 
-    .lock             locked while a process uses the directory; the operating system unlocks it when the process ends
+    .lock             locked while a process uses the directory
     config.json       the settings
     metrics.jsonl     one line per epoch
     checkpoints/      the state after each of the last epochs: see `experiments/training/checkpoints.py`
     curves.png        drawn after the last epoch, or when the run is stopped; an experiment may write more files
     files.sha256      the checksums of the files above, for `sha256sum --check`; written last
 
-A run resumes from its newest intact checkpoint, which also has the settings and the metrics. If another file of the run
-has changed since it was written, it is rewritten from the checkpoint. Files that do not belong to the run are not
-changed.
+A run resumes from its newest intact checkpoint, from which other files are rewritten if they have changed. Files that
+do not belong to the run are not touched.
 """
 
 import contextlib
@@ -38,7 +37,6 @@ from experiments.training.loop import Metrics
 
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""Errors of a disk that is full, over its quota, broken, or read-only."""
 LOCK, CHECKPOINTS, CONFIG, METRICS, CHECKSUMS = ".lock", "checkpoints", "config.json", "metrics.jsonl", "files.sha256"
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -59,15 +57,13 @@ def saved_config(path: Path) -> TrainingConfig:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Return the metrics of every epoch of the run in a directory. Raise the same errors as `saved_config`."""
     return _metrics(newest(path))
 
 
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
 
-    Raise the same errors as `saved_config`, and `BrokenRun` if this version of jaxbp builds another model from the
-    settings.
+    Raise the errors of `saved_config`, and `BrokenRun` if this version builds another model from the settings.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -82,7 +78,7 @@ def _params(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """Return the newest intact checkpoint. With `loud`, print a warning that names newer, corrupt checkpoints."""
+    """Return the newest intact checkpoint. With `loud`, warn of newer, corrupt checkpoints."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -99,13 +95,7 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 
 
 class RunDirectory:
-    """A context manager that writes the files of a run, and keeps other processes out of the directory.
-
-    Attributes:
-      config: the settings. A resumed run has the saved settings, but may have more epochs, other devices, and another
-        folder of the data.
-      metrics: the metrics of every completed epoch.
-    """
+    """A context manager that writes the files of a run, and keeps other processes out of the directory."""
 
     def __init__(self, config: Config):
         self.config, self.metrics = config, []
@@ -115,8 +105,7 @@ class RunDirectory:
         """Lock the directory. If the config sets `resume`, open the run in it; otherwise `begin` creates a run.
 
         Raises:
-          UserError: when resuming, if the directory holds no run, or a run with other settings. For a new run, if the
-            directory is not empty.
+          UserError: if a run to resume does not exist or has other settings, or if a new run's directory is not empty.
           BrokenRun: if every checkpoint is corrupt, or another process uses the directory.
         """
         if not self.config.resume:
@@ -134,11 +123,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Unlock the directory.
-
-        Raises:
-          BrokenRun: instead of an OSError in `DISK_ERRORS`, if there is a checkpoint to resume from.
-        """
+        """Unlock the directory. If there is a checkpoint to resume from, replace `DISK_ERRORS` by BrokenRun."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -148,7 +133,6 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
         return self._checkpoint is not None
 
     @property
@@ -156,20 +140,15 @@ class RunDirectory:
         return bool(self.metrics) and self.config.is_last(len(self.metrics), self.metrics[-1].test_accuracy)
 
     def has_whole(self, names: Sequence[str]) -> bool:
-        """Return whether the files exist and have not changed since `seal`."""
         try:
             return read(self._path / CHECKSUMS) == self._checksums(names).encode()
         except OSError:
             return False
 
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
-        """Return the state to start from: the state of the checkpoint, or `initial` in a new directory.
+        """Return the state of the checkpoint, or `initial` in a new directory.
 
-        Args:
-          constants: the checksum of the model's variables that are not trained.
-
-        Raises:
-          BrokenRun: if the checkpoint is of another model, or of a model with other constants.
+        Raise BrokenRun if the checkpoint is of another model, or if the checksum of its `constants` differs.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -191,7 +170,7 @@ class RunDirectory:
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            # Save a larger number of epochs or other devices now, in case the run stops before the next checkpoint.
+            # Save the changed settings now, in case the run stops before the next checkpoint.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
@@ -199,8 +178,7 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Save the metrics of an epoch, and the state after the epoch. When this returns, the epoch counts as
-        completed."""
+        """Save the metrics and the state after an epoch, which is then completed."""
         lines = [line._asdict() for line in (*self.metrics, metrics)]
         checkpoint = dataclasses.replace(self._checkpoint, epoch=metrics.epoch, metrics=lines)
         checkpoints.write(checkpoint, checkpoints.to_arrays(state))
@@ -214,7 +192,7 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of the files `names`. This marks the run as finished."""
+        """Write the checksums of the files `names`, which marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
@@ -228,8 +206,8 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that is only shorter or longer is not damaged. A process may have been killed before it wrote the
-            # rest, or the run may have resumed from an earlier checkpoint.
+            # A file that is only shorter or longer is not damaged: the process was killed before it wrote the rest, or
+            # the run resumed from an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it: rewritten")
             write_atomically(file, data)
@@ -239,11 +217,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics of every epoch.
-
-    Raises:
-      BrokenRun: if they have other fields than `Metrics`, or other epochs than the epochs up to the checkpoint.
-    """
+    """Return the metrics of every epoch. Raise BrokenRun if an epoch or a field is missing or unknown."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:
@@ -267,8 +241,6 @@ def _locked(path: Path):
 
 
 def _check_is_free(path: Path) -> None:
-    """Raise UserError unless a new run can use the directory: it must not exist, or hold at most the files with which a
-    run begins."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     folder = path / CHECKPOINTS
@@ -278,7 +250,6 @@ def _check_is_free(path: Path) -> None:
 
 
 def _check_is_run(path: Path) -> None:
-    """Raise UserError unless a run has begun in the directory."""
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir = {path} is not a directory; wants a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):

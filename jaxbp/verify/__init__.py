@@ -1,5 +1,4 @@
-"""Verify a backward: `check` compares it with finite differences, `compare` compares its implementations, and
-`find_nan` finds the operation at which a value or a cotangent stops being finite."""
+"""Verify a backward (`check`), compare implementations (`compare`), and find the origin of a NaN (`find_nan`)."""
 
 from jaxbp.verify.check import TOLERANCES as TOLERANCES
 from jaxbp.verify.check import check as check

@@ -1,4 +1,4 @@
-"""Turn a function of any arguments into a function of its floating arrays, each of which has a name for reports."""
+"""Turn a function into a function of its floating arrays, each with a name for reports."""
 
 import dataclasses
 import functools
@@ -20,19 +20,12 @@ def is_float(a: Any) -> bool:
 
 
 def floats(tree: Any) -> list[Array]:
-    """Return the floating arrays of a pytree."""
     return [a for a in jax.tree.leaves(tree) if is_float(a)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a function, as a flat list of arrays.
-
-    Attributes:
-      names: the name of each array: the parameter's name, and the path within a pytree.
-      leaves: the arrays.
-      structure: the pytree structure that rebuilds the arguments.
-    """
+    """The positional arguments of a function as a flat list of arrays, named by parameter and path."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -47,7 +40,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices of the floating leaves in the arguments `argnums`; by default, in all arguments."""
+        """Return the indices of the floating leaves in the arguments `argnums`, by default in all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -56,11 +49,7 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """Return the floating results of `function` with the arrays replaced by `leaves`.
-
-        Raises:
-          TypeError: a result is not an array.
-        """
+        """Return the floating results of `function` at `leaves`. Raise TypeError if a result is not an array."""
         results = function(*jax.tree.unflatten(self.structure, leaves))
         if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
             kind = type(other[0]).__name__
@@ -68,7 +57,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function of only the floating arrays, which returns its floating results as a list."""
+        """Return `function` as a function from its floating arrays to its floating results."""
 
         def call(*values):
             values = iter(values)
@@ -78,7 +67,6 @@ class Arguments:
 
 
 def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
-    """Return the positional arguments of `function` as `Arguments`: their arrays, with names."""
     parameters = _parameters(function, len(args))
     paths, structure = jax.tree.flatten_with_path(tuple(args))
     names, leaves = [], []
@@ -93,10 +81,6 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
 
 
 def _parameters(function: Callable, count: int) -> list[str]:
-    """Return the names of the positional arguments. For a `Pair`, they are the parameters of its forward.
-
-    `functools.partial` is unwrapped.
-    """
     if isinstance(function, functools.partial):
         return _parameters(function.func, len(function.args) + count)[len(function.args) :]
     try:
@@ -106,11 +90,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with the default of its parameter `implementation` bound, if it has this parameter but no
-    implementation "autodiff".
-
-    The `implementation=` of a function from another library may have other meanings.
-    """
+    """Return `function` with `implementation=None` bound if it takes no "autodiff", as in other packages."""
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)
@@ -129,14 +109,13 @@ def without_other_implementations(function: Callable, args: Sequence[Any], optio
 
 
 def bind(function: Callable, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-    """Return `function` with its options bound, and with the implementation if the function takes one."""
     if takes_implementation(function):
         options = {**options, "implementation": implementation}
     return functools.partial(function, **options)
 
 
 def takes_implementation(function: Callable) -> bool:
-    """Return whether a function has the parameter `implementation`, which `functools.partial` has not bound yet."""
+    """Return whether a function has the parameter `implementation`, not yet bound by `functools.partial`."""
     if isinstance(function, functools.partial) and "implementation" in function.keywords:
         return False
     try:
@@ -151,6 +130,6 @@ def require_function(op: str, name: str, value: Any) -> None:
 
 
 def require_several(op: str, name: str, value: Any) -> None:
-    """Require a sequence of names that is not a string, because each letter of a string would count as a name."""
+    # Each letter of a string would count as a name.
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

@@ -1,16 +1,15 @@
-"""Describe in words how a gradient is wrong, such as by a factor, a sign, or a permutation."""
+"""Describe in words how a gradient is wrong, such as by a factor."""
 
 import numpy as np
 
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""If a wrong gradient differs from the right one by a factor within this fraction of 1, the text gives the difference
-in percent."""
+"""A factor that differs from 1 by less than this fraction is described in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return in a few words how a wrong array `a` differs from the right one; empty if no simple cause fits."""
+    """Return in a few words how an array `a` differs from the right one `e`, or an empty string."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""
@@ -40,7 +39,6 @@ def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _factor(a, e):
-    """Return the factor between `a` and `e` in words, or an empty string if their elements have no common factor."""
     size = float(e @ e)
     factor = float(a @ e) / size if size else 0.0
     off = abs(factor - 1)

@@ -1,7 +1,4 @@
-"""Compare a backward with finite differences, element by element.
-
-`jaxbp.verify.judge` decides what is a mistake.
-"""
+"""Compare a backward with finite differences, element by element."""
 
 import dataclasses
 import functools
@@ -36,10 +33,9 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(rtol=1e-4, atol=1e-7, step=None),
     "float64": Tolerance(rtol=1e-7, atol=1e-10, step=1e-7),
 }
-"""The tolerance of each dtype."""
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""The largest number of constants of a program at which the check looks for kinks."""
+"""The largest number of constants at which the check looks for kinks."""
 
 
 def check(
@@ -60,36 +56,31 @@ def check(
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
     - Order 0: the value, as computed while differentiating, must equal the value of the forward in float64.
-    - Order 1: the gradient of `Σ c y`, with random c, must equal the gradient of the forward in float64. Autodiff
-      computes the expected gradient, and central differences confirm it element by element. If the differences with two
-      step sizes agree with each other but not with autodiff, they are expected instead. If they do not decide, such as
-      at a kink or where something is infinite, autodiff is expected.
+    - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
+      float64. If central differences contradict autodiff with two step sizes, the differences are expected instead.
     - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
 
     Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array passed
-    as all arguments of its shape. Gradients are also compared with autodiff on other data of the same shapes. `added`
-    names this data:
+    as all arguments of its shape. Gradients are also compared on added data. `added` names this data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": each argument with some elements equal to `kinks` or to constants of the forward's program, such as
-      bounds. Also -0 and subnormal numbers.
-    - "ties": few different numbers, each of which occurs many times. "zeros": zeros only. "large": numbers up to 300,
-      in one argument at a time.
+    - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds.
+      Also -0 and subnormal numbers.
+    - "ties": few different numbers. "zeros": zeros only. "large": numbers up to 300, in one argument at a time.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data has one of these.
 
-    An implementation that fails on the user's data is not tried on added data. Arguments stay in their range: positive
-    arguments stay positive, arguments in [0, 1] stay there, and rows that sum to 1 are unchanged. For an op with other
-    requirements, such as sorted arguments, use `added=("cotangents",)`.
+    Added data keeps the ranges of positive arguments, of arguments in [0, 1], and of rows that sum to 1. For an op with
+    other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on the user's
+    data, it is not tried on added data.
 
-    A check computes products of float32 arrays in full precision, whatever JAX's default precision is. A number beyond
-    the tolerance is wrong only if autodiff in the same dtype is closer, and if there is no kink within rounding error
-    of the data. If the forward computes in a narrower dtype than its arguments, the tolerance of the narrower dtype
-    applies, and the reference runs the same program in float64. An argument of `stop_gradient` counts as a constant.
+    Products of float32 arrays are computed in full precision. If the forward computes in a narrower dtype than its
+    arguments, the tolerance of the narrower dtype applies. A number beyond the tolerance fails only if neither rounding
+    nor a kink explains it (`jaxbp.verify.judge`). An argument of `stop_gradient` counts as a constant.
 
     Args:
-      op: a `Pair`, an `Op`, or a function with `implementation=`. A function without it is checked directly.
-      args: the arguments, which are arrays or pytrees of arrays. Arguments without gradients, such as integers, are
-        skipped. NumPy's float64 arrays stay float64, whether or not JAX's 64-bit mode is on.
+      op: a `Pair`, an `Op`, or any other function.
+      args: arrays or pytrees of arrays. Arguments without gradients, such as integers, are skipped. NumPy's float64
+        arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: the implementations to check; by default all. If an implementation does not take the arguments,
         it is skipped with the reason.
       order: 1 for values and gradients only, which takes the least time, 2 or 3.
@@ -101,21 +92,17 @@ def check(
         arguments and their options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
       most_elements: the number of elements per argument that finite differences move, evenly spread. The other elements
-        are compared with autodiff. The row states the number.
-      gradient_of: a function of the same arguments and options, for a backward that is deliberately not the forward's
-        gradient. The backward must be the derivative of this function:
-        `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and "autodiff", which has
-        the forward's derivative, is not checked.
-      seed: the seed of the check's random numbers, which are independent of the generator that drew the data.
-      options: options of the op.
+        are compared with autodiff.
+      gradient_of: a function of the same arguments and options whose derivative the backward must compute, if it is
+        deliberately not the forward's: `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then
+        1, and "autodiff" is not checked.
 
     Returns:
       A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.
 
     Raises:
-      ValueError, TypeError: the op does not take the arguments; the order is not 1, 2 or 3; there is no floating
-        argument or result; a result is not an array; the op has no forward in float64; the op has a side effect; or
-        `gradient_of` has results of other shapes.
+      ValueError, TypeError: an argument is invalid; there is no floating argument or result; a result is not an array;
+        the op has no forward in float64, or has a side effect; or `gradient_of` has results of other shapes.
     """
     if order not in ORDERS:
         raise ValueError(f"check: order is {order!r}; wants 1, 2 or 3")
@@ -151,8 +138,6 @@ def check(
 
 
 def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[str, Any]]]:
-    """Yield the name, the arguments, and the options of each case. The user's arguments and options come first, as a
-    case with an empty name. Repeated cases are left out."""
     arguments = take_apart(op, args)
     yield "", arguments, options
     seen = [(args, {**options})]
@@ -170,7 +155,6 @@ def _cases(op, args, options, cases) -> Iterator[tuple[str, Arguments, Mapping[s
 def _rows(
     op: Callable, arguments: Arguments, options: Mapping[str, Any], settings: Settings, notes: list[str]
 ) -> Iterator[CheckRow]:
-    """Yield the rows of one case."""
     if not arguments.floats:
         raise ValueError(f"check: {name_of(op)} has no floating argument; wants at least one, to differentiate")
     dtypes = [a.dtype for a in arguments.floats]

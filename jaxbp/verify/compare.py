@@ -20,24 +20,19 @@ from jaxbp.verify.measurement import Difference, Measured, Program, derivatives_
 from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 
 BAR_WIDTH = 60
-"""The width of a page's longest bar, in characters."""
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""Maps a dtype to the relative difference between two results that may come from adding numbers in another order."""
+"""Maps a dtype to the relative difference that another order of sums may cause."""
 TF32 = 1e-2
-"""The relative difference that is allowed on a GPU, where tensor cores round products if no precision is requested."""
+"""The allowed relative difference on a GPU, where tensor cores round products by default."""
 AS_FAST = 1.05
-"""Times whose ratio is below this count as equal, because of run-to-run noise."""
+"""Times whose ratio is below this count as equal."""
 HOST_BOUND = 0.05
-"""The host waits while the device is busy. If it waits for less than this fraction of the time, the measured time is
-limited by the host."""
+"""If the host waits for the device for less than this fraction of the time, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, with the reference first.
-
-    Its text has a verdict, a table of costs, and a table of differences from the reference.
-    """
+    """The findings of `compare`, with the reference first. Its text has a verdict and two tables."""
 
     function: str
     device: str
@@ -47,16 +42,13 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """One sentence per implementation other than the reference, with its speed and its largest difference."""
+        """One sentence per implementation other than the reference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from the plain values of `dataclasses.asdict` or of a JSON file.
-
-        In these values, None may replace a number that is not finite.
-        """
+        """Rebuild a comparison from `dataclasses.asdict` or from JSON, where None may replace an infinite number."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -70,11 +62,10 @@ class Comparison:
         return cls(**report | {"measured": tuple(map(measured, report["measured"]))})
 
     def to_html(self, path: str | os.PathLike) -> None:
-        """Write the comparison as one HTML file."""
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return the comparison as an HTML page, with other HTML elements before and after its sections."""
+        """Return an HTML page, with HTML elements before and after the comparison's sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -113,7 +104,6 @@ class Comparison:
         return text.getvalue()
 
     def show(self, console: Console) -> None:
-        """Print the verdict, the tables, and why an implementation failed."""
         show(console, *(Text(line, style="bold") for line in self.verdict))
         show(console, *self._tables())
 
@@ -138,7 +128,6 @@ class Comparison:
         )  # fmt: skip
         for column in costs.columns[2:6]:
             column.justify = "right"
-        # In 80 columns, a long name needs a separate line.
         for column in costs.columns[:-1]:
             column.no_wrap = True
         costs.columns[-1].overflow = "fold"
@@ -175,21 +164,18 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation. Gradients are the gradients of the sum of all results, where each
-    element of a non-scalar result is multiplied by a random number. The Hessian's product with a random direction uses
-    forward over reverse mode, or reverse mode where a custom rule has no forward mode. If two implementations compile
-    to the same program, the report says so. This happens when a function does not pass `implementation=` on.
+    The costs are time, memory, and compilation. The sum of all results is differentiated, with each element of a
+    non-scalar result multiplied by a random number. The Hessian's product with a random direction uses forward over
+    reverse mode, or reverse over reverse if a custom rule has no forward mode. If a function does not pass
+    `implementation=` on, two implementations compile to the same program, and the report says so.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
-      implementations: the implementations to compare.
-      reference: the implementation with which the others are compared. It runs even if `implementations` lacks it.
+      implementations: the implementations to compare with the reference.
       argnums: the arguments to differentiate with respect to; by default all floating ones.
       second_order: whether to compute the Hessian's product with a direction.
       seconds: the least duration of a round of timing, in seconds.
-      seed: the seed of all random numbers.
-      options: the options of the function.
 
     Returns:
       A `Comparison`. If an implementation fails, it contains the reason, and the others are still compared.
@@ -247,8 +233,6 @@ def _normal(random: np.random.Generator, a: Any) -> np.ndarray:
 
 
 def _spread(reference: Program, one: Program, faster: bool) -> str:
-    """Return, as text, the range of the ratio of the two programs' times, if each program's time is taken from any of
-    its rounds."""
     if None in (reference.fastest, one.fastest):
         return ""
     low, high = reference.fastest / one.slowest, reference.slowest / one.fastest

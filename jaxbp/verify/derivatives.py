@@ -1,4 +1,4 @@
-"""Compile one program for a function's value and gradients, and one for each higher order of derivatives."""
+"""Compile one program for a function's value and gradients, and one for each higher order."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 Function = Callable[..., list[Array]]
-"""A function of floating arrays, with floating results."""
 Arrays = Sequence[np.ndarray]
 
 
@@ -27,11 +26,11 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, differentiated along directions. Here y are the results and c
-    the cotangents. At order 2 it is the Hessian times a direction. Because of the square, dy depends on y. The backward
-    is therefore also differentiated with respect to dy, even if the op is linear. The mode is forward over reverse.
-    With `reverse`, it is reverse over reverse. A backward needs this mode if it has a hand-written backward itself,
-    because this has no forward mode.
+    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along directions.
+    Because of the square, dy depends on y, and the backward is differentiated with respect to dy as well.
+
+    The mode is forward over reverse, or reverse over reverse with `reverse`. A backward that calls an op with a
+    hand-written backward has no forward mode.
     """
 
     def gradient(values, cotangents):
@@ -59,10 +58,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
-    Args:
-      modes: the modes for derivatives of gradients, tried in this order: False for forward and True for reverse mode.
-      transform: a transformation that is applied to each program before it is compiled.
-      options: options of `jax.jit`.
+    The modes (False for forward, True for reverse) are tried in turn. `transform` changes each program.
     """
 
     def __init__(
@@ -97,10 +93,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled. For an order above 1, the derivative must have been computed
-        before, because this selects the mode.
+        """Return the program for an order, not compiled. Above order 1, the derivative must have been computed before.
 
-        For orders 0 and 1, without the square, the program returns both the results and the gradients.
+        Without the square, the program for the orders 0 and 1 returns both results and gradients.
         """
         if order > 1:
             return self._higher[order].__wrapped__
@@ -122,7 +117,7 @@ def float64() -> Iterator[None]:
 
 
 def scale_of(a: np.ndarray) -> float:
-    """Return the largest finite absolute value of an element; 1 if all are 0."""
+    """Return the largest finite absolute value, or 1 if all elements are 0."""
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 

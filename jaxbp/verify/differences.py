@@ -1,7 +1,4 @@
-"""Finite differences, which confirm a gradient, contradict it, or replace its elements that are not finite.
-
-They are differences of `Σ c y`, the sum of all results y multiplied by their cotangents c.
-"""
+"""Finite differences of `Σ c y`, results y times cotangents c, which confirm, contradict, or replace a gradient."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,12 +12,11 @@ from jaxbp.verify.derivatives import Arrays, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""At most `STEPS` step sizes are tried. Each step size is the previous one divided by `STEP_DIVISOR`."""
+"""The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE = 256
-"""The number of elements whose slopes are computed in one call."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""Slopes with two step sizes are equal if they differ by at most the fraction `CONVERGED`. A slope is infinite if it
-grows by more than a factor of `DIVERGED` each time the step size is reduced."""
+"""Slopes with two step sizes are equal within the fraction `CONVERGED`. A slope is infinite if each smaller step size
+multiplies it by more than `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +24,10 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
 
     Attributes:
-      central: the slopes between two points, at which the element is one step smaller and one step larger.
-      low, high: bounds of the slopes. Each term of `Σ c y` has a slope on either side of the element's value. `low` is
-        the sum of the smaller one of these two slopes over all terms, and `high` is the sum of the larger one.
-      right, left: the slopes of `Σ c y` for steps that make the element larger, and for steps that make it smaller.
+      central, right, left: the slopes for steps in both directions, up, and down.
+      low, high: the sums, over all terms of `Σ c y`, of the smaller and of the larger of the two one-sided slopes.
       noise: the rounding error of the slopes, counting only results that change with the element.
-      noise_of_all: the rounding error of the slopes, counting all results. A result may depend on the element so little
-        that a step does not change it.
+      noise_of_all: the rounding error of the slopes, counting all results. A step may be too small to change a result.
     """
 
     central: np.ndarray
@@ -47,12 +40,9 @@ class Slopes:
 
 
 class Differences:
-    """Computes differences of `Σ c y` with respect to single elements of the arguments.
+    """Computes slopes of `Σ c y`, given the relative rounding error `eps` of y.
 
-    Args:
-      moved: `(values, base) -> results`, which computes the function at `values`, but the arguments of `stop_gradient`
-        at `base`.
-      eps: the relative rounding error of the results.
+    `moved(values, base)` is the function at `values`, with arguments of `stop_gradient` taken at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -61,13 +51,11 @@ class Differences:
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
-        """Return the slopes with respect to some elements of one argument. `indices` has their flat indices, and
-        `steps` has one step size per element."""
+        """Return the slopes with respect to elements of one argument, given their flat `indices` and their steps."""
         x, size, found = values[argument].ravel()[indices], min(AT_ONCE, values[argument].size), []
         masks = [np.float64(i == argument) for i in range(len(values))]
         with float64():
             for start in range(0, len(indices), AT_ONCE):
-                # Every call has the same number of elements, so that one compiled program serves all calls.
                 call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
                 slopes = self._slopes(list(values), list(cotangents), masks, *call)
                 found.append(np.stack(slopes)[:, : len(indices) - start])
@@ -79,7 +67,7 @@ class Differences:
         largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
 
         def with_element(index, value):
-            # Masks select the argument whose element is moved, so that one compiled program serves all arguments.
+            # With masks for the moved argument, one compiled program serves all arguments.
             return [
                 jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
                 for a, mask in zip(values, masks, strict=True)
@@ -101,26 +89,19 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (expected, contradicted, confirmed) for each element of a gradient.
+    """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
 
-    `expected` is the gradient. The other two are masks of the elements at which finite differences contradict autodiff,
-    and at which they confirm it.
+    An element is confirmed if its slope with any step size equals autodiff's gradient. A large step may cross a kink,
+    and a small step may show only rounding errors.
 
-    An element is confirmed if, with any step size, its slope equals the gradient by autodiff. Other step sizes may
-    fail: a large step may cross a kink or be too coarse, and a small step may show only rounding errors.
-
-    An element is contradicted if three conditions hold: the slopes with two successive step sizes agree, the left and
-    the right slope agree, and they differ from the gradient by autodiff. The slope is then the expected value.
-
-    Otherwise, such as at a kink, finite differences decide nothing, and the gradient by autodiff is the expected value.
-    They also decide nothing if rounding explains the difference from autodiff. A rounded function is constant or linear
-    over short distances, so that wrong slopes can agree with each other.
+    An element is contradicted if the slopes with two successive step sizes agree, the left and the right slope agree,
+    and they differ from autodiff's gradient by more than rounding explains. The slope is then expected. Otherwise, such
+    as at a kink, autodiff's gradient is expected.
 
     Args:
-      autodiff: the gradient by autodiff, flat.
       steps: the largest step of each element.
-      look: `(which, steps) -> Slopes`, a function that returns the slopes of the elements with the indices `which`.
-      error: returns the rounding error of `Σ c y`, the sum of the results times the cotangents.
+      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
+      error: returns the rounding error of `Σ c y`.
       rtol: the relative difference up to which two slopes count as equal.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
@@ -155,9 +136,8 @@ def confirmed(
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
     """Return the slopes of elements at which autodiff is not finite.
 
-    Each one-sided slope is computed with three step sizes. If it converges, the side has this slope. If it grows each
-    time the step size is reduced, the side has an infinite slope. The result is NaN if neither side has a slope, or if
-    the two sides disagree.
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. If neither side has a slope, or
+    the two sides disagree, the result is NaN.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

@@ -1,8 +1,4 @@
-"""Find the first operation at which a value or a cotangent stops being finite.
-
-The program of a function's value and gradients is evaluated operation by operation. A result that is not finite is
-traced back to the operation that made it from finite inputs.
-"""
+"""Find the operation at which a value or a cotangent stops being finite."""
 
 import dataclasses
 import functools
@@ -25,9 +21,7 @@ from jaxbp.verify.interpreter import JAX_FOLDER, bind, called, evaluate, scan_si
 
 _LIBRARY = tuple(str(Path(package.__file__).parent) for package in (jaxbp, pallas_kernels))
 _HIDDEN = (JAX_FOLDER, "<frozen", __file__, pairing.__file__, reverse_mode.__file__)
-"""The starts of the names of files whose lines are not shown."""
 _SHOWN = 8
-"""The most inputs of an operation that a report shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +30,12 @@ class NonFinite:
 
     Attributes:
       operation: the name of JAX's primitive, such as "log"; or "argument" if an argument is not finite.
-      op: the op of jaxbp that contains the operation, or "" if none does.
-      implementation: the op's implementation, "pallas", "xla", or "autodiff", or "" if there is no op.
+      op, implementation: the op of jaxbp that contains the operation, and its implementation; "" if there is none.
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
-      inner_source: the line in jaxbp, as "file:line", or "" if the operation is not in jaxbp.
+      inner_source: the line in jaxbp, as "file:line"; "" if there is none.
       loops: the enclosing loops with their iterations, from the outermost inwards, such as `("scan, iteration 3",)`.
-      inputs: the inputs of the operation, as NumPy arrays.
-      results: the results of the operation.
+      inputs, results: the arrays that the operation takes and returns.
     """
 
     operation: str
@@ -69,27 +61,23 @@ class NonFinite:
 
 
 def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite | None:
-    """Run a function and its gradients, and return the first operation at which a value or a cotangent stops being
-    finite.
+    """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
-    The function may be any function that JAX traces and differentiates in reverse mode. Its floating results get
-    cotangents of ones, so the function computes the gradients of the sum of the results. The operations run one after
-    the other, also those in the bodies of `jax.jit`, `jax.checkpoint`, `custom_jvp`, `custom_vjp`, loops, and branches.
-    A kernel and a `shard_map` count as one operation. Operations that run alone may round differently from the compiled
-    program.
+    The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
+    custom rules, loops, and branches. A kernel and a `shard_map` count as one operation. Operations may round
+    differently when they are not compiled together.
 
-    A value that is not finite counts only if a result or a gradient depends on it, and is not finite either. An
-    infinite constant, such as the -inf of a mask, does not count, nor do infinite values that are made from it. A NaN
-    that is made from it does.
+    A value counts only if a result or a gradient is not finite because of it. Infinite constants, such as the -inf of a
+    mask, and infinite values made from them do not count. A NaN made from them does.
 
     Args:
-      function: `function(*arguments, **options)`, whose results are a pytree of arrays.
+      function: a function that JAX can trace and differentiate in reverse mode. Its results are a pytree of arrays.
       arguments: pytrees of arrays. Gradients are taken with respect to their floating arrays.
-      options: other keyword arguments of the function, which are static.
+      options: static keyword arguments of the function.
 
     Returns:
-      The operation with its source line and its inputs, or None if all results and gradients are finite. If an argument
-      is not finite, and a result or a gradient is not finite because of it, the argument is returned as the operation.
+      The operation, or None if all results and gradients are finite. An argument that is not finite counts as an
+      operation.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.
@@ -120,13 +108,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the program.
-
-    Attributes:
-      origin: the operation that made the array not finite. It is None if the array is finite, or is infinite because of
-        a constant.
-      is_constant: whether the array depends on no argument.
-    """
+    """An array of the program. `origin` is the operation that made it not finite, unless a constant did."""
 
     array: Any
     origin: NonFinite | None = None
@@ -135,8 +117,6 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a program runs: the names of its scopes, its loops, and the source lines of the enclosing operation."""
-
     scope: str = ""
     loops: tuple[str, ...] = ()
     sources: tuple[str, str] = ("", "")
@@ -148,7 +128,6 @@ class _Place:
 
 
 def _run(program: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    """Return the results of a `Jaxpr` or `ClosedJaxpr`."""
     rule = lambda equation, inputs: _run_equation(equation, inputs, place)  # noqa: E731
     return evaluate(program, inputs, rule, lambda a: _Value(a, is_constant=True))
 
@@ -165,7 +144,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     is_constant = all(a.is_constant for a in inputs)
     if is_constant or all(map(_finite, results)):
         return [_Value(a, is_constant=is_constant) for a in results]
-    # The compiled loop is not finite, so its iterations run one after the other.
+    # The result of the compiled loop is not finite, so its iterations run one after another.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
     if not any(origins):
         origins = [_origin(equation, inputs, results, place)] * len(results)
@@ -173,8 +152,6 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
 
 
 def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], place: _Place) -> NonFinite | None:
-    """Return the operation that made the results of an equation non-finite. Return None if a constant of the program
-    was non-finite."""
     wrong = [a for a in inputs if not _finite(a.array)]
     from_constant = wrong and not any(_has("NaN", a) for a in results)
     origin = next((a.origin for a in wrong if a.origin is not None), None)
@@ -187,7 +164,6 @@ def _origin(equation: Any, inputs: Sequence[_Value], results: Sequence[Any], pla
 
 
 def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    """Run a scan, and return the operation that made each result not finite, or None."""
     params = equation.params
     consts, carry = scan_sizes(params)
     fixed, state, xs = inputs[:consts], list(inputs[consts : consts + carry]), inputs[consts + carry :]
@@ -201,7 +177,6 @@ def _run_scan(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[No
 
 
 def _run_while(equation: Any, inputs: Sequence[_Value], place: _Place) -> list[NonFinite | None]:
-    """Run a while loop, and return the operation that made each result not finite, or None."""
     params = equation.params
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body, state = inputs[: split[0]], inputs[split[0] : split[1]], inputs[split[1] :]
@@ -230,15 +205,14 @@ def _operation(equation: Any, inputs: Sequence[Any], results: Sequence[Any], pla
 
 
 def _op_in(scope: str) -> tuple[str, str]:
-    """Return the op and the implementation in a name stack, such as `transpose(jvp(relu))/xla`. The outermost op
-    counts, because an op may be made of others."""
+    """Return the outermost op and its implementation in a name stack, such as `transpose(jvp(relu))/xla`."""
     names = [name for name in re.split(r"[/()]+", scope) if name]
     pairs = [(op, name) for op, name in itertools.pairwise(names) if name in IMPLEMENTATIONS]
     return pairs[0] if pairs else ("", "")
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp, or "" if there is none."""
+    """Return the innermost lines outside of JAX and jaxbp, and in jaxbp, or ""."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -1,6 +1,6 @@
 """Run a traced program equation by equation, with a rule that computes the results of each equation.
 
-The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
+A variable's value is an array, or a pytree of arrays if the rule needs several arrays per variable.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""The names of primitives that call one inner program, with the arguments of the equation."""
+"""The primitives that call one inner program, with the arguments of the equation."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
-"""`rule(equation, inputs) -> results`, a function that computes the results of an equation from the values of its
-inputs."""
+"""`rule(equation, inputs) -> results`."""
 
 
 def is_program(value: Any) -> bool:
@@ -26,14 +25,13 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the inner program that an equation calls, or None if the equation is not a call (`CALLS`)."""
+    """Return the inner program if an equation is one of `CALLS`, else None."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program and of the programs inside its equations, such as the body of a loop."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -42,12 +40,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program, evaluated by a rule.
-
-    Args:
-      program: a `Jaxpr` or `ClosedJaxpr`.
-      constant: a function that converts a constant of the program to the form of values that the rule takes.
-    """
+    """Return the results of a program. `constant` converts its constants to values for the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -59,17 +52,15 @@ def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable =
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
-    """Return the results of one equation, as its primitive computes them, with some of its parameters changed."""
     primitive = equation.primitive
     results = primitive.bind(*inputs, **primitive.get_bind_params({**equation.params, **changed}))
     return list(results) if primitive.multiple_results else [results]
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations.
+    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
 
-    Return None for any other equation. If a value is a pytree, its first array decides the condition of a loop or a
-    branch.
+    If a value is a pytree, its first array decides conditions.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -114,8 +105,7 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules. JAX then differentiates the code to which the rules were
-    attached."""
+    """Return `function` without its custom derivative rules."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -131,7 +121,7 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    """Return whether a program has custom derivative rules from outside JAX, unlike the rule of `jax.nn.relu`."""
+    """Return whether a program has custom derivative rules from outside JAX."""
     return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
 
 
@@ -150,8 +140,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. In JAX 0.12, the parameters of the
-    equation have these numbers in a tree."""
+    """Return the numbers of constants and of carried values of a scan, which JAX 0.12 has in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

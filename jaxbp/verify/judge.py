@@ -1,19 +1,14 @@
 """Decide whether a result is wrong, without mistaking rounding or a kink for an error.
 
-Each number of a result is compared with its expected number, computed in float64. It passes if the difference is within
-the tolerance of its dtype. Otherwise it passes if one of these conditions holds, which are tested in this order:
+A number passes if its difference from the expected number is within the tolerance, or if one of these conditions holds:
 
 - Autodiff of the forward in the same dtype gives the same number, or it overflows.
-- The number's error is at most four times autodiff's error against float64, measured on three slightly different data
-  sets. Or its error is at most four times the change that random roundings make in the gradient by autodiff
-  (`jaxbp.verify.rounding`).
-- The number is infinite or NaN, and one term of the gradient overflows. A term is the part of the gradient that comes
-  from one result of the op.
-- There is a kink near the data, and the number lies between the float64 gradients at points around the data. These
-  points are as close as rounding may move the data, so the last bit decides on which side of the kink the data is. A
-  kink exactly at the data, such as a tie, counts only in half precision, or if the op need not have autodiff's slope.
-- There is a kink at the data, and for each result, its part of the gradient could come from autodiff with other
-  roundings. For example, if two sums are equal up to rounding, the last bit decides which one is larger.
+- The error is at most `ALLOWED` times autodiff's error, or `ALLOWED` times the change that random roundings make in
+  autodiff's gradient (`jaxbp.verify.rounding`).
+- The number is not finite, and a term overflows. A term is the part of the gradient that comes from one result.
+- There is a kink within rounding error of the data, and the number lies between the float64 gradients around it. A kink
+  exactly at the data, such as a tie, counts only in half precision, or if the op need not have autodiff's slope.
+- There is a kink at the data, and autodiff with other roundings gives the same terms of the gradient.
 """
 
 import dataclasses
@@ -30,37 +25,27 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's rounding error is measured on `SAMPLES` data sets, in which each number differs from the user's number by
-at most the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
+"""Autodiff's rounding error is measured on `SAMPLES` data sets that differ from the user's data by at most the fraction
+`NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements of an array for which a common factor counts as a mistake. In fewer elements, rounding
-can look like a common factor."""
+"""The least number of elements for which a common factor counts as a mistake."""
 MOST = 32
-"""The largest number of elements per argument for which `_around` makes separate points, in which one element moves
-further than all others."""
+"""The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`. This method divides the op's results into at most `PARTS` parts, and into fewer
-parts if the gradients of all parts would have more than `NUMBERS` elements. It computes these gradients with `RUNS`
-sets of other roundings."""
+"""Limits of `_decided_by_rounding`: parts of the results, sets of other roundings, elements of all gradients."""
 ROUNDINGS = 16
-"""The largest distance at which a kink counts as near the data, as a number of roundings of an argument's largest
-element."""
+"""The largest distance of a kink near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
-"""The number of random points around the data."""
 KINK_RTOL = 1e-12
-"""The largest distance of a kink that counts as exactly at the data, as a fraction of an argument's largest element."""
+"""The largest distance of a kink at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient counts as jumping if it changes over a distance of only `KINK_WIDTH` times an argument's largest element.
-At most `KINKS_LOOKED_AT` elements are tested for jumps. There are fewer if the number of tested elements, times the
-number of halvings, times the number of elements of all arguments, would exceed `WORK`."""
+"""A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
+`KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An array `a`, and the array `e` that is expected instead of the i-th expected array at a point.
-
-    `e` differs from the expected array only at kinks. `dtype` is the dtype whose tolerance applies.
-    """
+    """An array `a`, and the array `e` to compare with, which differs from the expected array only at kinks."""
 
     point: Point
     expected: Expected
@@ -75,7 +60,6 @@ class _Case:
         return self.expected.contradicted[self.i]
 
     def excess(self, more: Any = 0.0) -> np.ndarray:
-        """Return the difference of each element divided by its allowed difference, which includes `more`."""
         return excess_and_difference(self.a, self.e, self.tolerance, more)[0]
 
 
@@ -83,10 +67,7 @@ class Judge:
     """Compares the results of implementations with a reference.
 
     Args:
-      reference: the expected results, in float64.
-      autodiff: the programs of the forward and of its gradients by autodiff, in the dtype of the arguments; or None.
-      tolerances: maps dtypes to tolerances.
-      directions: the directions along which gradients are differentiated, for orders above 1.
+      autodiff: the programs of autodiff in the dtype of the arguments; or None.
       convention: whether the op must have autodiff's slope at a kink.
       precision: the dtype that the forward computes in, if it has less precision than the arguments.
     """
@@ -107,10 +88,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare an array with the i-th expected array at a point, and return the fields of its `CheckRow`.
-
-        `actual` is the array, and `checked` has the programs of the implementation that computed it.
-        """
+        """Compare `actual`, which `checked` computed, with the i-th expected array, and return `CheckRow`'s fields."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -137,10 +115,9 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return the masks of the elements that must have the expected number, and of the elements that the check
-        cannot decide."""
+        """Return two masks: elements that must have the expected number, and elements that cannot be decided."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
-        # A NaN is never expected if the arguments are finite. An infinite gradient is expected only if the op must have
+        # If the arguments are finite, NaN is never expected. An infinite gradient is expected only if the op must have
         # autodiff's slope at a kink.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
@@ -154,10 +131,7 @@ class Judge:
         return held & ~undecided, undecided
 
     def _excused_by_rounding(self, case, wrong, held, autodiff):
-        """Return the mask `wrong` without the elements whose error may be rounding or an overflow, and the reason.
-
-        `autodiff` is autodiff's array in the same dtype, or None if it has not been computed yet.
-        """
+        """Return `wrong` without elements whose error may be rounding or an overflow, and the reason."""
         point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
         reason = None
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
@@ -186,8 +160,7 @@ class Judge:
         return wrong, reason
 
     def _excused_by_kinks(self, case, wrong, reason, checked):
-        """Return the mask `wrong` without the elements that are correct at a kink, the reason, and a hint. The hint is
-        None if there is no kink at which the array is wrong."""
+        """Return `wrong` without elements that are correct at a kink, the reason, and a hint or None."""
         point, order, i, a = case.point, case.expected.order, case.i, case.a
         fine, why, hint = self._at_kinks(point, order, i, a, case.e, case.dtype, case.tolerance)
         wrong, reason = _excused(wrong, fine & ~case.contradicted, reason, why)
@@ -198,7 +171,6 @@ class Judge:
         return wrong, reason, hint
 
     def _fields(self, case, wrong, held, undecided, reason, hint):
-        """Return the fields of a `CheckRow`, which describes the worst element."""
         point, a, e, tolerance = case.point, case.a, case.e, case.tolerance
         excess, difference = excess_and_difference(a, e, tolerance)
         worst = np.unravel_index(np.argmax(np.where(wrong if wrong.any() else held, excess, 0.0)), a.shape)
@@ -232,11 +204,6 @@ class Judge:
         return np.asarray(self.autodiff.results(order, point.values, point.cotangents, self.directions)[i], np.float64)
 
     def _a_term_overflows(self, point, order, i, dtype):
-        """Return for which elements of the i-th gradient a part that comes from a single result of the op exceeds the
-        range of the dtype.
-
-        An implementation may add these parts in any order. Their sum may become infinite or NaN even if they cancel.
-        """
         beyond = np.zeros(point.values[i].shape if order else (), bool)
         for k in range(len(point.cotangents) if order else 0):
             cotangents = [c if j == k else np.zeros_like(c) for j, c in enumerate(point.cotangents)]
@@ -246,18 +213,11 @@ class Judge:
         return beyond
 
     def _precision_of(self, dtype):
-        """Return the name of the dtype whose tolerance applies: `self.precision` if it has a larger rounding error,
-        else `dtype`."""
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         narrow = self.precision is not None and self.precision.name in self.tolerances
         return self.precision.name if narrow and eps(self.precision) > eps(dtype) else dtype.name
 
     def _rounding(self, point, order, i):
-        """Return the rounding error of autodiff in the dtype of the arguments, compared with float64.
-
-        For each of several data sets near the point, the largest error of an element of the i-th array is computed. The
-        result is the median of these errors.
-        """
         autodiff = self.autodiff
         if autodiff is None:
             return 0.0
@@ -274,11 +234,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return which elements of `a` are correct slopes at a kink, the reason why they pass, and a hint.
-
-        A slope is correct if it lies between the slopes on the two sides of the kink. The hint describes a kink at
-        which `a` is wrong. It is None if there is none.
-        """
+        """Return which elements of `a` lie between the slopes at a kink, the reason, and a hint or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -299,11 +255,6 @@ class Judge:
         return fine, "any slope is right at a kink" if (at_it & fine).any() else "within rounding error of a kink", hint
 
     def _jump(self, point, order, i, around, indices, limit):
-        """Return which elements of the i-th gradient have a kink between the point and a nearby point.
-
-        Each element is tested between the point and the two nearby points at which it changes most. If there are too
-        many elements, a sample is tested. If all elements of the sample jump, all elements are assumed to jump.
-        """
         reach, ends, near = around
         halvings = max(0, int(np.ceil(np.log2(reach / KINK_WIDTH))))
         change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
@@ -327,11 +278,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return which elements of the i-th gradient could come from autodiff with other roundings.
-
-        The results are divided into parts, and the gradient of each part is compared separately. It must lie within the
-        range of the gradients that autodiff computes with different roundings.
-        """
+        """Return which elements of the i-th gradient could come from autodiff with other roundings."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -353,8 +300,7 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # The sum over the gradients with respect to all arguments must be right, too: what is missing from one must
-            # appear in another.
+            # If a number is missing from the gradient of one argument, it must appear in another's.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -362,13 +308,9 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return points near the given point, and an array with the i-th gradient at each of them. Its last element is
-        the gradient at the given point itself.
+        """Return points near the given point, and the i-th gradient at each of them and, last, at the given point.
 
-        A nearby point moves each element by at most the fraction `share` of its argument's largest element. At some
-        points, one element moves further up or down than all others, so that a tie is broken in its favor or against
-        it. This is done for the elements of the i-th argument at the flat indices `places`, and for some elements of
-        each other argument.
+        At some points, one element moves further than all others, which breaks a tie.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -387,18 +329,12 @@ class Judge:
 
 
 def _excused(wrong, fine, reason, why):
-    """Return the mask `wrong` without the elements in the mask `fine`, and a reason.
-
-    The reason is `why` if an element was removed, else the given `reason`.
-    """
+    """Return `wrong` without `fine`, and the reason `why` if an element was removed, else `reason`."""
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a` differs from `e` by a common factor, but autodiff's array does not.
-
-    Rounding never produces a common factor, so such a factor is a mistake.
-    """
+    """Return whether `a` differs from `e` by a common factor, which rounding never produces."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -407,11 +343,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return for which elements of a gradient the sums along each axis are correct.
+    """Return for which elements the sums along each axis are among the sums of the gradients `found` nearby.
 
-    A tie may divide the gradient among equal elements, but it must divide all of it. The sums must therefore lie within
-    the range of the sums of the gradients `found` at nearby points. If those sums differ, the range is extended by
-    their difference, because few points cannot break many ties in every combination.
+    A tie may divide the gradient among equal elements, but it must divide all of it. The slack is large because few
+    points cannot break many ties in every combination.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):
@@ -422,10 +357,6 @@ def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.n
 
 
 def _inputs(point: Point, names: Sequence[str], worst: tuple, shape: tuple[int, ...]) -> tuple[tuple[str, float], ...]:
-    """Return the name and the value of each argument at the element with index `worst` of an array.
-
-    Arguments that do not broadcast to the array's shape are left out.
-    """
     found = []
     for name, a in zip(names, point.values, strict=True):
         aligned = shape[len(shape) - a.ndim :] if a.ndim <= len(shape) else None

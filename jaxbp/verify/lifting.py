@@ -1,8 +1,7 @@
 """Evaluate a program in float64 although it computes in a narrower dtype.
 
-A function may convert its float64 arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. The steps
-of finite differences would then be lost, because they are smaller than one rounding in float32. `lifted` evaluates the
-same program with every floating number in float64.
+A function may convert its arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. The steps of finite
+differences are smaller than one rounding in float32, and would be lost.
 """
 
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from jax import lax
 from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
-"""The names of primitives that run code for fixed dtypes, those with which it was traced. It cannot run in float64."""
+"""Primitives whose code is fixed to the dtypes with which it was traced."""
 
 
 class CannotLiftError(NotImplementedError):
-    """A program cannot run in float64, because a part of it computes in a narrower dtype that cannot be replaced."""
+    """A part of a program computes in a narrower dtype, and cannot run in float64."""
 
 
 def lifted(function: Callable) -> Callable:
@@ -33,18 +32,14 @@ def lifted(function: Callable) -> Callable:
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the floating dtype of least precision among all values that depend on the programs' floating arguments.
-
-    Return None if no value depends on them.
-    """
+    """Return the least precise floating dtype among values that depend on floating arguments."""
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of all floating values in a program that depend on the variables `moved`. Add the variables of
-    these values to the set `moved`."""
+    """Return the dtypes of floating values that depend on the variables `moved`, and add their variables to it."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):
@@ -92,7 +87,6 @@ def _as_traced(equation, inputs):
 
 
 def _wide_parameter(value):
-    """Return a parameter of an equation with every floating dtype replaced by float64, also in inner programs."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _wide_dtype(np.dtype(value))
     if is_program(value):

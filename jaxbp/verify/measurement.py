@@ -16,18 +16,18 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU. Between these calls, the device does not wait for the host."""
+"""The number of calls in one timed program on a GPU, between which the device does not wait for the host."""
 KINDS = ("value", "gradient", "hessian product")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between one array that an implementation computes and the array that the reference computes.
+    """The difference between an array and the reference's array.
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of a result, or for a derivative the name of the argument with respect to which it is taken.
-      absolute: the largest difference of an element; infinite where only one of the two is NaN.
+      name: the name of the result, or of the argument with respect to which a derivative is taken.
+      absolute: the largest difference of an element; infinite if only one number is NaN.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
 
@@ -43,13 +43,12 @@ class Program:
     """The costs of a compiled program.
 
     Attributes:
-      microseconds: the time per call, while further calls are queued. All calls have the same arguments, so small
-        arrays stay in the device's cache.
+      microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache, because
+        all calls have the same arguments.
       fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
       host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       compile_seconds: the time to trace, lower, and compile the function.
       peak_bytes: the size of arguments, results and temporaries, as XLA reports it.
-      temporary_bytes: the size of the temporaries.
     """
 
     microseconds: float
@@ -63,13 +62,11 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The findings for one implementation: its differences from the reference, and the costs of its two programs.
+    """The findings for one implementation: its differences from the reference, and the costs of its programs.
 
     Attributes:
-      gradients: the program of the value and the gradients.
-      hessian_product: the program of the gradients' derivative along a direction; None if not requested.
       failed: why all programs, or only the Hessian product, could not be computed; else None.
-      missing: whether the implementation failed because the function has no implementation of this name.
+      missing: whether the function has no implementation of this name.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
     """
 
@@ -83,16 +80,13 @@ class Measured:
 
     @property
     def programs(self) -> list[tuple[str, Program]]:
-        """The programs that ran, each with the kind of the derivatives that it computes, one of `KINDS`."""
         both = zip(KINDS[1:], (self.gradients, self.hessian_product), strict=True)
         return [(kind, program) for kind, program in both if program is not None]
 
     def difference(self, kind: str, name: str) -> Difference | None:
-        """Return the difference of one result; None if it was not computed."""
         return next((one for one in self.differences if (one.kind, one.name) == (kind, name)), None)
 
     def largest(self, kind: str) -> Difference | None:
-        """Return the difference with the largest relative value, among the differences of this kind."""
         of_kind = [difference for difference in self.differences if difference.kind == kind]
         return max(of_kind, key=lambda difference: difference.relative, default=None)
 
@@ -100,8 +94,7 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return three functions: one that computes gradients, and two that compute the product of the Hessian and a
-    direction.
+    """Return functions for the gradients, and for the product of the Hessian and a direction.
 
     The first is `(leaves, cotangents) -> (results, gradients)`. The other two are
     `(leaves, cotangents, direction) -> product`, by forward over reverse mode, and by reverse over reverse mode.
@@ -141,14 +134,13 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Run the functions of one implementation, and return their costs and their results, by kind.
+    """Return the costs and the results, by kind, of one implementation.
 
     Args:
-      functions: the functions that `derivatives_of` returns.
-      data: leaves, cotangents, and direction, the arguments of these functions.
+      functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each program so far to its implementation. The program of this call is added.
-      may_fail: whether to describe an error in the result instead of raising it.
+      programs: maps the text of each earlier program to its implementation, and gets this program.
+      may_fail: whether the result describes an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
     try:
@@ -175,7 +167,6 @@ def measure(
 
 
 def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program, Any]:
-    """Return the costs of a function, and its results."""
     arguments = jax.device_put(arguments)
     compiled, compile_seconds = compile_program(function, arguments)
     results = compiled(*arguments)
@@ -191,10 +182,9 @@ def _run(function: Callable, arguments: tuple, seconds: float) -> tuple[Program,
 
 
 def _one_after_another(function: Callable, calls: int, results: Any, *arguments: Any) -> Any:
-    """Call `function` several times in sequence, with the same arguments, and return the last results."""
 
     def call(before, _):
-        # The barrier prevents XLA from merging calls, and from starting a call before the previous call ends.
+        # The barrier prevents XLA from merging and overlapping calls.
         given, _ = lax.optimization_barrier((arguments, before))
         return function(*given), None
 

@@ -1,4 +1,4 @@
-"""Make one HTML file of a comparison, with a light and a dark color scheme, from Rich's output."""
+"""Make one HTML file of a comparison from Rich's output."""
 
 import io
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ pre { overflow-x: auto; font-size: 0.8rem; line-height: 1.2; }
 
 
 def page(title: str, verdict: Sequence[str], notes: Sequence[str], *parts: str) -> str:
-    """Return the page as HTML. It has the title, the verdict, the notes, and then `parts`, which are HTML elements."""
     lines = "".join(f'<p class="verdict">{escape(line)}</p>\n' for line in verdict)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -53,14 +52,12 @@ def section(title: str, body: str) -> str:
 
 
 def printed(*parts: RenderableType) -> str:
-    """Return Rich's output as an HTML element."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
     show(console, *parts)
     return console.export_html(theme=MONOKAI, inline_styles=True, code_format="<pre>{code}</pre>\n")
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print the parts in sequence. Lines of text are not wrapped."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 

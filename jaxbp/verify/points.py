@@ -1,4 +1,4 @@
-"""The data at which an op is checked: the user's data, and added data that reveals what random numbers do not."""
+"""The data at which an op is checked: the user's data and added data."""
 
 import dataclasses
 import functools
@@ -11,24 +11,19 @@ import numpy as np
 from jaxbp.verify.derivatives import Arrays, scale_of
 
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
-"""The names of the data that a check adds to the user's data."""
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""Two numbers: one that is subnormal in float32 and bfloat16, and one that is slightly larger than the smallest normal
-number."""
+"""A subnormal number in float32 and bfloat16, and one slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Arguments of an op and cotangents of its results.
+    """Arguments of an op and cotangents of its results, in float64 but rounded to the dtypes that the op takes.
 
     Attributes:
-      name: the name in reports.
-      values, cotangents: arrays in float64, rounded to the dtypes that the op takes.
       of: the index of the argument whose elements were changed, if only one argument was changed; else None.
       kinks: whether some numbers lie exactly where the op may have a kink.
-      maybe_undefined: whether the op may be undefined at this data. Expected numbers that are not finite are then
-        ignored.
+      maybe_undefined: whether to ignore expected numbers that are not finite.
     """
 
     name: str
@@ -39,14 +34,13 @@ class Point:
     maybe_undefined: bool = False
 
     def rounded(self, dtypes: Sequence[np.dtype], results: Sequence[np.dtype]) -> "Point":
-        """Return the point with its arrays rounded to other dtypes."""
         values = [_rounded(a, dtype) for a, dtype in zip(self.values, dtypes, strict=True)]
         cotangents = [_rounded(c, dtype) for c, dtype in zip(self.cotangents, results, strict=True)]
         return dataclasses.replace(self, values=values, cotangents=cotangents)
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return the check's generator. It differs from a generator that a user makes with the same seed."""
+    """Return a generator unlike any that a user makes with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -57,7 +51,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data, and then the added data that `added` names, in the ranges that `check` promises."""
+    """Yield the user's data, and then the data that `added` names, in the ranges that `check` promises."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -88,10 +82,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point where one array is passed as all arguments with the indices `same`.
-
-    It is the value of one of these arguments, the one with the narrowest range, because it must suit all of them.
-    """
+    """Return a point at which the arguments `same` all equal the one with the narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -100,15 +91,13 @@ def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
 
 
 def everywhere_large(own: Point, random: np.random.Generator) -> Point:
-    """Return a point with large numbers in all arguments at once."""
     return _each(own, "large", lambda a: _large(a, random))
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     """Yield copies of the point in which some elements of the i-th argument equal a kink.
 
-    If the argument has enough elements, each kink is put at two positions. At the second position, all other arguments
-    of the same shape are set to 0.
+    Each kink is put at two positions. At the second position, all other arguments of the same shape are 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -136,11 +125,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Return the array with three elements replaced by -0, a subnormal number, and its negative.
-
-    A sign that does not occur in the array is not used. Where subnormal numbers count as 0, slightly larger numbers are
-    used.
-    """
+    """Replace three elements by -0, a subnormal number, and its negative, but keep the range of signs."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -155,7 +140,6 @@ def _has_subnormals() -> bool:
 
 
 def _coarse(a: np.ndarray) -> np.ndarray:
-    """Return the array rounded to multiples of a large number, with every third element equal to the previous one."""
     unit = 2.0 ** np.floor(np.log2(scale_of(a) / 2))
     positive = (a > 0).all() and not (a <= 1).all()
     coarse = (np.ceil if positive else np.round)(a / unit) * unit
@@ -164,8 +148,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers from 3 to 300 with the signs of the array's elements. If all elements are in [0, 1], return
-    the array itself."""
+    """Return random numbers from 3 to 300 with the array's signs; or the array, if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

@@ -14,13 +14,6 @@ from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gr
 
 
 class Programs:
-    """The programs that compute one implementation's values, gradients, and derivatives of gradients, in one dtype.
-
-    Args:
-      change: a transformation that is applied to the implementation's function.
-      compiling: arguments of `Derivatives`.
-    """
-
     def __init__(
         self,
         op: Callable,
@@ -36,7 +29,6 @@ class Programs:
         self._derivatives = Derivatives(self.function, **compiling)
 
     def in_dtype(self, dtype: str) -> "Programs":
-        """Return the same programs for arguments of another dtype."""
         leaves = [np.asarray(a).astype(dtype) if is_float(a) else a for a in self.arguments.leaves]
         other = object.__new__(Programs)
         other.__dict__ = self.__dict__ | dict(arguments=dataclasses.replace(self.arguments, leaves=tuple(leaves)))
@@ -46,7 +38,6 @@ class Programs:
         return [y.dtype for y in jax.eval_shape(self.function, *self.arguments.floats)]
 
     def takes_arguments(self) -> bool:
-        """Return whether the implementation takes the arguments' shapes and dtypes."""
         try:
             self.result_dtypes()
         except (NotImplementedError, TypeError, ValueError):
@@ -65,15 +56,11 @@ class Programs:
         return self._derivatives(order, self._in_dtypes(values), cotangents, directions)
 
     def outside_jit(self, values: Arrays, cotangents: Arrays) -> list[Any]:
-        """Return values and gradients, computed without `jit`."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point.
-
-        With `vmap`, the points are one batch. With `remat`, the backward recomputes the forward under `jax.checkpoint`.
-        """
+        """Return values and gradients for each point, in one `vmap`, or under `jax.checkpoint` with `remat`."""
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]
@@ -85,7 +72,6 @@ class Programs:
         return [[a[k] for a in found] for k in range(len(points))]
 
     def with_one_array(self, values: Arrays, cotangents: Arrays, same: Sequence[int]) -> tuple[list[Any], Any]:
-        """Return the values, and the gradient with respect to one array that is passed as several arguments."""
         values = [jnp.asarray(v) for v in self._in_dtypes(values)]
 
         def function(array):

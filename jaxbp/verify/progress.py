@@ -4,16 +4,11 @@ import sys
 import time
 
 SILENT, EVERY = 1.0, 0.2
-"""The seconds before the first line is shown, and the least number of seconds between two lines."""
+"""The seconds before the first line, and the least number of seconds between two lines."""
 
 
 class Progress:
-    """Shows the progress in one line on stderr, if stderr is a terminal. The first line appears after one second. The
-    line is erased at the end.
-
-    Args:
-      name: the beginning of the line.
-    """
+    """Shows the progress in one line on stderr, if it is a terminal, and erases the line at the end."""
 
     def __init__(self, name: str):
         self._name, self._next, self._width = name, time.monotonic() + SILENT, 0
@@ -28,7 +23,6 @@ class Progress:
             sys.stderr.write("\r")
 
     def show(self, text: str) -> None:
-        """Show the current step of the check, unless a line has just been shown."""
         if (now := time.monotonic()) >= self._next and sys.stderr.isatty():
             self._next = now + EVERY
             self._write(f"check {self._name}, {now - self._start:.0f} s: {text}"[:79])

@@ -1,4 +1,4 @@
-"""The expected gradients of an op in float64, by autodiff of the forward, and confirmed by finite differences."""
+"""Expected gradients in float64, by autodiff and confirmed by finite differences."""
 
 import dataclasses
 import functools
@@ -28,8 +28,6 @@ from jaxbp.verify.rounding import rounded_otherwise, rounding
 from jaxbp.verify.stopping import STOP, held
 
 MOST_NOT_FINITE = 64
-"""The largest number of elements per gradient that are recomputed by finite differences because autodiff gives infinity
-or NaN for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +38,8 @@ class Expected:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
       against: how the arrays were computed.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: one mask per array, true where finite differences contradict autodiff. There, `arrays` has the
-        finite differences.
-      undecided: one mask per array, true where autodiff is not finite and finite differences decide nothing; None if
-        there is no such element.
+      contradicted: masks, true where finite differences contradict autodiff and are expected instead.
+      undecided: masks, true where autodiff is not finite and finite differences decide nothing; or None.
     """
 
     order: int
@@ -54,14 +50,13 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op, from which the op's expected results and gradients are computed in float64.
+    """The forward of an op, from which the expected results and gradients are computed in float64.
 
     Attributes:
       function: the forward, which computes in the dtype of its arguments.
-      names, result_names: the names of the floating arguments and results.
       results: the shapes and dtypes of the results for the given arguments.
-      independent: whether JAX differentiates `function` without the op's hand-written backward or other custom rules.
-      constants: the floating constants in the program of `function`, such as bounds. It may have kinks there.
+      independent: whether JAX differentiates `function` without custom rules, such as the op's backward.
+      constants: the floating constants in the program of `function`, at which it may have kinks.
       note: a remark, if the program computes in a narrower dtype than its arguments; else None.
     """
 
@@ -101,11 +96,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return a transformation with which the program computes in float64 (`lifting.lifted`).
-
-        If the program cannot compute in float64, return a transformation that changes nothing. The steps of finite
-        differences are then made so large that the narrower dtype does not lose them.
-        """
+        """Return `lifting.lifted`, or the identity and larger steps if the program cannot compute in float64."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -125,11 +116,10 @@ class Reference:
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
-        """The derivatives of the function, with its custom derivative rules removed."""
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
-        """Return the floating dtype of least precision in which the forward computes for arguments of these dtypes."""
+        """Return the least precise floating dtype in which the forward computes for arguments of these dtypes."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
@@ -140,10 +130,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and the expected gradients. Finite differences confirm the gradients.
+        """Return the expected values and gradients. Finite differences confirm about `most` elements per argument.
 
-        Finite differences move about `most` elements per argument. `steps` has one step size per argument. None means a
-        step size in proportion to the argument's largest element.
+        `steps` has one step size per argument. None means a step in proportion to the argument's largest element.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -183,10 +172,7 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return the expected derivative of this order, by autodiff.
-
-        Finite differences of the derivative of the next lower order confirm it.
-        """
+        """Return autodiff's derivative of this order, confirmed by finite differences of the next lower order."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -213,17 +199,13 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results at order 0, the gradients at order 1, or `derivatives.derivative` from order 2 on.
-
-        They are computed in float64.
-        """
+        """Return, in float64, the results (order 0), the gradients (order 1), or `derivatives.derivative` (above)."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
     def by_rules_of_jax(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()
     ) -> Arrays:
-        """Return the same as `derivative`, but for the function without its custom derivative rules."""
         if self.independent:
             return self.derivative(order, values, cotangents, directions)
         with float64():
@@ -232,8 +214,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return, for each element of the result of `derivative`, how far it moves if the arithmetic is rounded to
-        `dtype`."""
+        """Return how far each element of `derivative` moves if the arithmetic is rounded to `dtype`."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -243,13 +224,9 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients, computed once with the actual roundings and `runs` times with random other roundings.
+        """Return `rounding.rounded_otherwise` of the gradients, of shapes `(1 + runs, parts, ...)`.
 
-        Each array has the shape `(1 + runs, parts, ...)`.
-
-        Args:
-          parts: the cotangents: one array per result of the op, with one cotangent per part along its first axis.
-          settings: the settings of `rounding.rounded_otherwise`.
+        `parts` has one array per result of the op, with one cotangent per part along its first axis.
         """
 
         def gradients(values, parts):
@@ -272,10 +249,8 @@ class Reference:
     ) -> np.ndarray:
         """Return by how much elements of the i-th derivative jump between the point `values` and the points `ends`.
 
-        `indices` has the flat indices of the elements, and `ends` has one point per element. The interval between
-        `values` and the element's point is halved `halvings` times. Each time, the half in which the element changes
-        more is kept. Over such a short interval, the derivative of a smooth function hardly changes. At a kink, it
-        changes by the size of its jump, which is returned.
+        `indices` has one flat index per end. The interval between two points is halved `halvings` times, and the half
+        with the larger change is kept. In the end, only a jump changes the derivative.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -308,7 +283,6 @@ class Reference:
             return np.asarray(self._jumps[order, i](list(values), others, halvings, stacked, indices))
 
     def _rounding_of_sum(self, values, cotangents):
-        """Return an upper bound of the rounding error of `Σ c y`, where c are the cotangents and y the results."""
         moved = self.rounding(0, values, cotangents, [])
         return sum(float(np.sum(np.abs(c) * m)) for c, m in zip(cotangents, moved, strict=True))
 
@@ -322,11 +296,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of the elements that finite differences move: `most` elements, spread evenly.
-
-        If custom rules take part in the gradient, the result has up to `most // 2` more elements: those at which the
-        gradient differs most from autodiff without the custom rules.
-        """
+        """Return the flat indices of `most` elements, and of elements where custom rules differ from autodiff."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -339,11 +309,7 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function that computes `Derivatives.with_square` at other values than the given ones, as one flat
-        array.
-
-        The arguments of `stop_gradient` keep the values that they have at the given values.
-        """
+        """Return a function that computes the flat `Derivatives.with_square` at other values."""
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
@@ -361,16 +327,7 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return a forward that takes float64, the shapes and dtypes of the op's results, and whether the forward is the
-    implementation "autodiff".
-
-    The implementation "autodiff" has no hand-written backward. The dtypes are the dtypes that the results have
-    if the arguments are not converted to float64.
-
-    Raises:
-      ValueError: there is no floating result.
-      TypeError: no implementation takes float64, or the function fails in float64.
-    """
+    """Return a forward that takes float64, its results' shapes and dtypes, and whether it is "autodiff"."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -396,7 +353,6 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
 
 
 def with_gradient_of(forward: Function, surrogate: Function) -> Function:
-    """Return a function with the value of `forward` and the derivative of `surrogate`."""
 
     @jax.custom_jvp
     def function(*values):
@@ -411,8 +367,6 @@ def with_gradient_of(forward: Function, surrogate: Function) -> Function:
 
 
 def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name: str) -> None:
-    """Raise TypeError if tracing the function a second time gives a different program, because it then has side effects
-    or depends on state that changes."""
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
@@ -420,16 +374,12 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
 
 
 def _signature(program):
-    """Return, for each equation of a program, its primitive, the shapes of its results, and its constants."""
     literals = lambda e: [repr(np.asarray(v.val)) for v in e.invars if hasattr(v, "val") and v.aval.shape == ()]  # noqa: E731
     return [(e.primitive.name, [str(v.aval) for v in e.outvars], literals(e)) for e in equations(program)]
 
 
 def _constants(program: Any) -> list[float]:
-    """Return the floating constants of a program with magnitudes from 1e-3 to 1e3.
-
-    Smaller and larger constants, such as the largest number of a dtype, are left out.
-    """
+    """Return the floating constants of a program from 1e-3 to 1e3. Others are limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

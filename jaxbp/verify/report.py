@@ -14,7 +14,6 @@ WIDTH = 80
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim", "inconclusive": "yellow"}
 NOT_FLOATING = "not floating-point, so it has no gradient"
 ROWS_IN_REPR = 3
-"""The largest number of failures that the `repr` of a result shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,22 +21,19 @@ class CheckRow:
     """The finding for one compared array: a result, or the derivative with respect to one argument.
 
     Attributes:
-      op, implementation, dtype: the op, the implementation, and the dtype that were checked.
       argument: the name of the argument or of the result, or "all" for all of them together.
       order: 0 for a value, 1 for a gradient, 2 and 3 for its first and second derivative.
-      against: how the expected array was computed, such as by autodiff in float64.
+      against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
-      absolute: the largest difference.
-      relative: the largest difference, divided by the largest expected element.
-      index: the index of the worst element, whose error is largest relative to its allowed error.
-      analytic: the result at this index.
-      numeric: the expected number at this index.
-      inputs: the name of each argument, and its value at the index of this element.
-      reason: a description of the mistake, if the verdict is "failed". Otherwise, why the argument was skipped, why
-        the result is inconclusive, or why it passes although it exceeds the tolerance.
+      absolute, relative: the largest difference, also divided by the largest expected element.
+      index: the index of the element whose error is largest relative to its allowed error.
+      analytic, numeric: the result and the expected number at this index.
+      inputs: the name of each argument, and its value at this index.
+      reason: a description of the mistake, or why the array was skipped, is inconclusive, or passes although it exceeds
+        the tolerance.
       data: the name of the data: `USER_DATA`, or added data.
-      case: the options or shapes of a case from `cases`; empty for the user's options and arguments.
+      case: the options or shapes of a case from `cases`; empty for the user's case.
     """
 
     op: str
@@ -63,7 +59,6 @@ class CheckRow:
 
     @property
     def finding(self) -> str:
-        """The element, its value, the expected value, and the inputs there."""
         case = f"{self.case}: " if self.case else ""
         if self.index is None:
             on = f" ({self.data})" if self.data != USER_DATA else ""
@@ -82,7 +77,6 @@ class CheckResult:
     """The rows of a check. It is true if no row failed. Its text has one line per implementation.
 
     Attributes:
-      rows: the findings.
       untried: what the check did not try, in words.
       notes: remarks on how the check was made.
     """
@@ -97,12 +91,11 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The names of the data that was checked, the user's first."""
+        """The names of the data that was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
     def not_tried(self) -> tuple[str, ...]:
-        """The dtypes and transformations that were skipped, with reasons."""
         skipped = (row for row in self.rows if row.verdict == "skipped" and row.data != USER_DATA)
         return tuple(dict.fromkeys(f"{row.data} ({row.reason})" for row in skipped))
 
@@ -121,18 +114,12 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Return the result itself.
-
-        Raises:
-          AssertionError: there is a failure. The message has one line per failure: the worst element, its value, and
-            the expected value.
-        """
+        """Return the result itself, or raise an AssertionError with one line per failure."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self
 
     def summary(self) -> Group:
-        """Return the text of the result for Rich: each implementation, its first failure, and what was tried."""
         lines = []
         for (op, implementation), rows in _grouped(self.rows).items():
             lines += _lines_of(op if implementation is None else f"{op}, {implementation}", rows)
@@ -146,7 +133,6 @@ class CheckResult:
         return Group(*lines)
 
     def table(self) -> Table:
-        """Return the rows as a Rich table."""
         fields = ("op", "implementation", "dtype", "case", "data", "argument", "order", "against")
         fields = [field for field in fields if field != "case" or any(row.case for row in self.rows)]
         table = Table(*fields, "max abs", "max rel", "verdict")
@@ -159,7 +145,6 @@ class CheckResult:
 
 
 def _lines_of(name: str, rows: Sequence[CheckRow]) -> list[Text]:
-    """Return the lines of text for one implementation, given its rows."""
     of = lambda verdict: [row for row in rows if row.verdict == verdict]  # noqa: E731
     failed, skipped, open_ = of("failed"), of("skipped"), of("inconclusive")
     verdict = "failed" if failed else "skipped" if len(skipped) == len(rows) else "ok" if of("ok") else "inconclusive"
@@ -190,7 +175,6 @@ def _grouped(rows: Iterable[CheckRow]) -> dict[tuple, list[CheckRow]]:
 
 
 def _off(rows: Sequence[CheckRow]) -> str:
-    """Return a text with the largest relative error in each dtype, among the rows that pass within the tolerance."""
     found = {}
     for row in rows:
         if row.relative is not None and not row.reason:
@@ -199,7 +183,6 @@ def _off(rows: Sequence[CheckRow]) -> str:
 
 
 def _excused(rows: Sequence[CheckRow]) -> list[str]:
-    """Return, for rows that pass although they exceed the tolerance, the reasons and the names of the data."""
     data = {}
     for row in rows:
         if row.verdict == "ok" and row.reason:

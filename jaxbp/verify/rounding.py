@@ -1,12 +1,8 @@
 """Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
 
-This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds errors that neither the results nor
-their accuracy in a narrower dtype show. For example, let s be a sigmoid near 1. The difference `1 - s` is a multiple of
-about `ε`, the distance between neighboring numbers near 1, however small the difference is.
-
-The result of each operation is moved by many times its rounding error, and the change of the program's results is
-divided by the same number. Some changes are jumps, such as the jump of a gradient when a tie is broken. Jumps are not
-rounding errors, and the division makes them small.
+This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds cancellation, such as in `1 - s` for s
+near 1, which a comparison with a narrower dtype does not show. Each result is moved by many times its rounding error,
+and the measured change is divided by the same number. This division makes jumps small, such as at a tie.
 """
 
 import functools
@@ -22,23 +18,20 @@ from jaxbp.verify.interpreter import bind, called, evaluate
 
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
-"""The largest fraction by which the result of an operation is moved. In half precision, one rounding may exceed this
-fraction, and a result is then moved by one rounding."""
+"""The largest fraction by which a result is moved, unless one rounding in half precision exceeds it."""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives whose results are rounded. Other primitives, such as a maximum, return one of their arguments."""
+"""Primitives that round. Others, such as a maximum, return one of their arguments."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return how far each element of the program's results moves if the result of every operation is rounded to
-    `dtype`.
+    """Return, as a flat list, how far each result moves if every operation is rounded to `dtype`.
 
-    The largest movement of a few runs with random signs is returned. The arrays are a flat list. Loops run unchanged,
-    so rounding inside them is not measured.
+    This is the largest movement of a few runs with random signs. Rounding inside loops is not measured.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -59,10 +52,7 @@ def _moved(random, by, equation, inputs, y):
 
 
 def _floats_moved(moved: Callable) -> Callable:
-    """Return a rule that replaces each floating result y of an equation by `moved(equation, inputs, y)`.
-
-    A loop counts as one equation.
-    """
+    """Return a rule that replaces each floating result y by `moved(equation, inputs, y)`."""
 
     def rule(equation, inputs):
         if (program := called(equation)) is not None:
@@ -74,13 +64,10 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return the results of `function`, computed once without a change and `runs` times with random roundings.
+    """Return the results of `function`, computed once exactly and `runs` times with random roundings.
 
-    Each array has the shape `(1 + runs, ...)`.
-
-    In each of the `runs`, the result of each operation is moved by at most `roundings` times its rounding error in
-    `dtype`, unless the operation is exact. How far it moves depends only on the operands, because equal operations
-    round equally on any machine. Two equal numbers therefore stay equal if they were computed from equal operands.
+    Each array has the shape `(1 + runs, ...)`. Every inexact operation is moved by at most `roundings` times its
+    rounding error in `dtype`, depending only on the operands. Equal operations round equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -96,8 +83,8 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Sums of equal operands may differ in their last bits, because the operands may be added in another order.
-        # After rounding to float32, the sums are equal.
+        # Sums of equal operands may differ in their last bits, because their order may differ. Rounding to float32
+        # makes these sums equal.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
@@ -110,17 +97,12 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
 
 
 def _is_short(a, narrow):
-    """Return for which elements of `a` the dtype `narrow` represents the number exactly.
-
-    If this dtype represents the operands and the result of an operation exactly, the operation did not round.
-    """
     a = np.asarray(a, np.float64)
     return a == a.astype(narrow)
 
 
 def _mixed(seed, a):
-    """Return a pseudorandom number for each element of `a`. Its magnitude is from 0.5 to 1, and its sign is the sign of
-    the element. Equal elements give equal numbers."""
+    """Return a pseudorandom number for each element, with its sign and a magnitude from 0.5 to 1."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

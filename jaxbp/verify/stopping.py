@@ -1,4 +1,4 @@
-"""Evaluate a program with `stop_gradient` for finite differences, in which its argument counts as a constant."""
+"""Evaluate a program with the argument of `stop_gradient` as a constant."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Streams(NamedTuple):
     """The values of one variable of a program in three runs, which are evaluated together.
 
     Attributes:
-      held: the value at the moved arguments, with each argument of `stop_gradient` fixed at its value at the base.
-      base: the value at the base. The base is the arguments before they are moved.
+      held: the value at the moved arguments, with arguments of `stop_gradient` fixed at the base.
+      base: the value at the base, the arguments before they are moved.
       moved: the value at the moved arguments, with nothing fixed.
     """
 
@@ -27,11 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` fixed at its value at `base`.
-
-    `moved` and `base` are tuples of arguments. The number of steps of a loop and the branch taken are decided at
-    `moved`.
-    """
+    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` fixed at its value at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)
@@ -54,9 +50,8 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the factorization, because the derivative of the solution does not need its
-        # derivative. The solution nevertheless depends on the factorization of the moved matrix, which is therefore not
-        # fixed.
+        # JAX applies `stop_gradient` to the factorization. The solution nevertheless depends on the factorization of
+        # the moved matrix, which is therefore not fixed.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):

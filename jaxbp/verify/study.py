@@ -1,7 +1,4 @@
-"""Check one case: compare each implementation with the reference, at the user's data and at added data.
-
-A case is one set of arguments and options of an op.
-"""
+"""Compare each implementation with the reference for one case, a set of arguments and options of an op."""
 
 import dataclasses
 import functools
@@ -25,14 +22,11 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""Bounds of the default for `most_elements`, the number of elements per argument that finite differences move. Between
-these bounds, it is `WORK` divided by the number of elements of all arguments and results."""
+"""Bounds of the default `most_elements`, `WORK` divided by the number of elements of arguments and results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `check` that select the implementations, the derivatives, and the data to check."""
-
     implementations: Sequence[Implementation]
     order: int
     kinks: Sequence[float]
@@ -45,13 +39,11 @@ class Settings:
 
 
 class Study:
-    """One case of a check: the op with one set of arguments and options, and the reference for it.
+    """One case of a check: the op with one set of arguments and options, and its reference.
 
     Attributes:
-      autodiff: the programs of the forward and of its gradients by autodiff. If the function has custom rules, they are
-        removed.
-      same: groups of floating arguments with equal shapes and dtypes, each as a list of their indices. One array can be
-        passed as all arguments of a group.
+      autodiff: the programs of the forward and its gradients, without custom rules.
+      same: groups of indices of floating arguments with equal shapes and dtypes, which can be passed as one array.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -102,7 +94,7 @@ class Study:
         )
 
     def _narrowed(self, dtypes):
-        """Return the dtype that the forward computes in, if it has less precision than all arguments; else None."""
+        """Return the forward's dtype if it has less precision than all arguments; else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
         except Exception:  # `in_dtype` reports that the function does not take the dtype
@@ -111,10 +103,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients at added data.
-
-        Finite differences confirm them only if the function has custom rules.
-        """
+        """Return the expected gradients at added data. Finite differences confirm them if there are custom rules."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -123,12 +112,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return two lists: the points at which the expected results could be computed, and the points at which this
-        raised an error.
-
-        An entry of the first list is a point and its expected results, with the user's data first. An entry of the
-        second list is a point, the order of the derivative, and the error.
-        """
+        """Return the points with their expected results, and the points and orders at which computing them failed."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -147,7 +131,6 @@ class Study:
         return found, failed
 
     def of_implementation(self, programs, expected, failed, own, points) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation: its comparisons, and the reasons why something is not checked."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
@@ -156,8 +139,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # If the function has custom rules, the reference runs the op's own backward, and this may have raised the
-            # error. If autodiff without the custom rules succeeds, the backward is wrong.
+            # The reference runs custom rules, so they may have raised the error. If autodiff without custom rules
+            # succeeds, the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -172,7 +155,7 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield the rows for data in another dtype, or one row with the reason why this dtype is not tried."""
+        """Yield the rows for data in another dtype, or one row with the reason why it is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
@@ -195,8 +178,7 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation for each point. If it fails at the user's data, the points with added
-        data are skipped."""
+        """Yield the rows of one implementation for each point. If the user's data fails, added data is skipped."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != USER_DATA and is_broken(found):
@@ -216,9 +198,7 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        """Yield rows that compare values and gradients outside `jit`, under `vmap` and `jax.checkpoint`, and with one
-        array passed as several arguments.
-        """
+        """Yield rows for computations outside `jit`, under `vmap` and `jax.checkpoint`, and with one shared array."""
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]
         batch = [(p.values, self._cotangents(programs, p)) for p in both]
@@ -247,11 +227,9 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield a row for each array of `run(programs)` that differs from the result under `jit`.
+        """Yield a row for each array of `run(programs)` that differs from the result under `jit`; else one row for all.
 
-        The row compares this array with the expected array. If no array differs, yield one row for all arrays. `same`
-        has the indices of arguments that are passed as one array. The expected gradient with respect to this array is
-        the sum of the gradients with respect to these arguments.
+        The arguments `same` are one array, whose expected gradient is the sum of their gradients.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
@@ -307,7 +285,6 @@ class Study:
 
 
 def is_broken(rows: Sequence[CheckRow]) -> bool:
-    """Return whether a value or a gradient is wrong on the user's data."""
     return any(row.verdict == "failed" and row.data == USER_DATA and row.order < 2 for row in rows)
 
 

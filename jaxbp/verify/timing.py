@@ -10,28 +10,25 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of calls in the queue. This is enough to keep the device busy, and few enough that the results of
-all calls fit into its memory."""
+"""The largest number of queued calls: enough to keep the device busy, and few enough for their results to fit."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The duration of a block of calls in `settle`, in seconds, and the fraction by which the times of two blocks may
-differ. When large matrix products start, a GPU runs at its highest clock, and within 0.2 s it reaches its power limit.
-With some programs, the clock then drops too far, and recovers within 2 s (docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which two blocks may differ. Under large matrix
+products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within 2 s
+(docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
-    """Return the executable of a function, and the seconds to trace, lower, and compile it."""
     start = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled, time.perf_counter() - start
 
 
 class Timed(NamedTuple):
-    """The measured time per call of a program. While a call runs, further calls are queued.
+    """The measured time per call of a program, while further calls are queued.
 
     Attributes:
       seconds: the median over rounds.
-      host_waited: the fraction of the time in which the host waited for the device. Near 0, the device waited for the
-        host, and the host limits the time.
+      host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       rounds: the seconds per call in each round.
     """
 
@@ -43,12 +40,7 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Time a program.
-
-    Args:
-      seconds: the least duration of a round.
-      settling: the largest number of seconds for which the program is called before the first round; see `settle`.
-    """
+    """Time a program in rounds of at least `seconds`, after calls for at most `settling` seconds (`settle`)."""
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
@@ -64,15 +56,12 @@ def device_seconds(
 
 
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
-    """Call a program until two successive blocks of calls take equally long.
-
-    A GPU at its power limit then has a steady clock.
+    """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
     Args:
-      run: `run(calls)`, which returns the seconds that this number of calls takes.
+      run: `run(calls)`, which returns the seconds of these calls.
       once: the approximate seconds of one call.
-      most: the limit in seconds. It is exceeded only if a block takes longer than expected. If it is less than the
-        duration of one block, the program is not called.
+      most: the limit in seconds. If it is less than one block, the program is not called.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
@@ -83,7 +72,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds that `calls` calls take, and for how many of these seconds the host waited for the device."""
+    """Return the seconds of `calls` calls, and for how long the host waited."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -10,10 +10,8 @@ import numpy as np
 class Tolerance:
     """The tolerance for one dtype: a number a of an array passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
 
-    Here e is the expected number, and `max |e|` is the largest one in the expected array.
-
-    Attributes:
-      step: the step of finite differences. None means a step in proportion to the argument's largest element.
+    Here e is the expected number. Finite differences use the step size `step`, or a step in proportion to the
+    argument's largest element if `step` is None.
     """
 
     rtol: float
@@ -22,12 +20,10 @@ class Tolerance:
 
 
 def within(a: Any, e: Any, tolerance: Tolerance) -> bool:
-    """Return whether two arrays are equal within the tolerance."""
     return bool((excess_and_difference(np.asarray(a, np.float64), np.asarray(e, np.float64), tolerance)[0] <= 1).all())
 
 
 def allowed(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Return the allowed difference of each element."""
     largest = np.abs(e[np.isfinite(e)]).max(initial=0.0)
     return tolerance.rtol * np.where(np.isfinite(e), np.abs(e), 0.0) + tolerance.atol * max(1.0, largest)
 
@@ -35,10 +31,7 @@ def allowed(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 def excess_and_difference(
     a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the difference of each element divided by its allowed difference, and the difference itself.
-
-    `more` is added to the allowed difference.
-    """
+    """Return each difference divided by the allowed difference plus `more`, and the difference itself."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))

@@ -1,8 +1,4 @@
-"""The report on a trained automaton: the accuracy of the hardened automaton, its gates, its pictures, and its code.
-
-The report writes these files into the run directory: `automaton.json`, the reported figures; `automaton.html`, the live
-page; `automaton.png` and three GIFs; `automaton.c` and `automaton.v`.
-"""
+"""The report on a trained automaton: accuracy, gates, pictures, and code of the hardened automaton."""
 
 import json
 import shutil
@@ -28,15 +24,12 @@ FILES = (
     *("automaton_healing.gif", "automaton.c", "automaton.v"),
 )
 UNSEEN = np.uint32(2**31)
-"""The first seed of the trials, far from the seeds of the evaluation."""
 TIMED_GRID = (256, 256)
 LIFE_GRID, LIFE_TICKS = (128, 128), 300
 LARGER = 4
-"""The factor by which the larger grid of the pictures is higher and wider."""
 
 
 def report(config: AutomatonConfig, model: LogicAutomaton, dataset: Dataset) -> str:
-    """Write the files, and return lines about the model."""
     full = model.harden()
     circuit = full.seen(config.visible)
     figures, lines = life(config, circuit) if isinstance(config, LifeConfig) else trials(config, circuit)
@@ -88,7 +81,7 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 
 
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Return the share of the 512 neighborhoods that are right, and the ticks for which a random board stays right."""
+    """Return the share of the 512 neighborhoods that are right, and for how many ticks a random board stays right."""
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
     board = starts(config, UNSEEN, 1, LIFE_GRID)

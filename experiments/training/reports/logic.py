@@ -1,7 +1,4 @@
-"""The report on a trained logic network: relaxed and hardened accuracy, gates, and the code and speed of the circuit.
-
-The report writes `gates.png`, `circuit.c` with `circuit_classify`, and `circuit.v` into the run directory.
-"""
+"""The report on a trained logic network: accuracies, gates, code, and speed of the circuit."""
 
 import io
 import shutil
@@ -31,7 +28,6 @@ TIMED_SAMPLES, TIMED_SECONDS = 8192, 0.3
 
 
 def report(config: LogicConfig, model: LogicNetwork, dataset: Dataset) -> str:
-    """Write the files, and return lines about the model."""
     circuit = model.harden()
     netlist = Netlist.of(circuit).simplify()
     lines = [
@@ -51,12 +47,7 @@ def write_report(
     lines: Sequence[str],
     verilog: bool = True,
 ) -> str:
-    """Write the picture of a hardened network's gates and its code, and return its accuracies, `lines`, and its speed.
-
-    Args:
-      evaluated: the form of the circuit that is written and timed.
-      comment: the comment at the top of the code.
-    """
+    """Write the picture of a network's gates and the code of `evaluated`, and return accuracies, `lines`, and speed."""
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
@@ -82,7 +73,6 @@ def speeds(circuit: AnyCircuit, bits: np.ndarray) -> str:
 
 
 def comment(config: LogicConfig) -> str:
-    """Return the source comment that describes the circuit's inputs and outputs."""
     levels, width, group = config.levels, datasets.IMAGE_SHAPES[config.dataset][2], config.gates // datasets.CLASSES
     return (
         f"/* Input {levels} * ({width} * row + column) + level: whether a pixel is above (level + 1) / {levels + 1},\n"
@@ -92,7 +82,6 @@ def comment(config: LogicConfig) -> str:
 
 
 def hardened_predictions(circuit: AnyCircuit, bits: np.ndarray, classes: int) -> np.ndarray:
-    """Return the class with the most active outputs, for each sample."""
     return np.argmax(circuit(bits).reshape(len(bits), classes, -1).sum(axis=-1), axis=-1)
 
 
@@ -115,7 +104,6 @@ def samples_per_second(evaluate, bits: np.ndarray) -> float:
 
 
 def histogram(circuit: AnyCircuit, title: str) -> bytes:
-    """Return a PNG with one bar chart per layer, which shows the number of gates with each function."""
     counts = circuit.histogram()
     figure = Figure(figsize=(10, 1.5 + 1.4 * len(counts)), layout="constrained")
     figure.suptitle(f"{title}: the gates of each layer")

@@ -1,8 +1,4 @@
-"""The report on a trained convolutional logic network: accuracies, gates, and the code and speed of the circuit.
-
-The report writes `gates.png` and `circuit.c` with `circuit_classify` into the run directory, and `circuit.v` if the
-circuit is small.
-"""
+"""The report on a trained convolutional logic network."""
 
 from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
@@ -15,7 +11,6 @@ MOST_GATES_OF_VERILOG = 200_000
 
 
 def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -> str:
-    """Write the files, and return lines about the model."""
     circuit, picture = model.harden(), config.run_dir / "gates.png"
     has_verilog = circuit.placed_gates <= MOST_GATES_OF_VERILOG
     files = "circuit.c and circuit.v" if has_verilog else "circuit.c"
@@ -28,7 +23,6 @@ def report(config: LogicConvConfig, model: LogicConvNetwork, dataset: Dataset) -
 
 
 def comment(config: LogicConvConfig, circuit: ConvolutionalCircuit) -> str:
-    """Return the source comment that describes the circuit's inputs and outputs."""
     channels, height, width = IMAGE_SHAPES[config.dataset]
     row = f"({config.levels} * channel + level)" if channels > 1 else "level"
     group = circuit.outputs // CLASSES
