@@ -1,9 +1,5 @@
-"""The three gradients of a dense layer, with the batch as the last axis. A dense layer is a convolution with a 1 x 1
-filter.
-
-Each function calls a kernel of `conv.conv2d`, where the tiles are described. Here o is an output of the layer, i an
-input of the layer, and n an example.
-"""
+"""The gradients of a dense layer, with the batch as the last axis. They are gradients of a 1 x 1 convolution, and
+`conv.conv2d` describes its kernels. Here o is an output, i an input, and n an example."""
 
 from jax import Array
 

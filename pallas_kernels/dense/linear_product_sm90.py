@@ -1,18 +1,15 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
-CTAs are persistent, and compute one tile of the result after another. A producer warpgroup copies blocks of both
-operands into a ring in shared memory by bulk copies. Two consumer warpgroups multiply the blocks with `wgmma`, and keep
-the sums in registers. The epilogue of a tile stores the sums. Two CTAs can form a cluster, whose tiles lie one below
-the other. Both tiles need the same block of the right operand, and each CTA copies half of it to both CTAs.
+A CTA is persistent: it computes one tile of the result after another. A producer warpgroup copies blocks of both
+operands by TMA into a ring of stages in shared memory. Two consumer warpgroups multiply the blocks with `wgmma`, and
+hold the sums in registers. An epilogue stores the sums of each tile. Two CTAs can form a cluster whose tiles lie one
+above the other. Their tiles need equal blocks of the right operand, and each CTA multicasts half of a block.
 
-There are two schedules for the consumers. In the ping-pong schedule, one consumer stores a tile while the other
-consumer multiplies the next tile, so that the tensor cores do not idle. In the cooperative schedule, each consumer
-computes half of a tile's rows. The tile is then twice as large, and fewer bytes are read per product.
+In the ping-pong schedule, one consumer stores a tile while the other consumer multiplies the next tile. In the
+cooperative schedule, each consumer computes half of a tile's rows. The tile is then twice as large, and the kernel
+reads fewer bytes per product. If the summed axis is split (split-K), there is one result per split.
 
-The summed axis may be split (split-K), which yields one result per split.
-
-A kernel is a subclass of `Product`. Its body calls `run` with functions for the copies, the products of a step, and the
-epilogue.
+A kernel is a subclass of `Product`, whose body calls `run`.
 """
 
 import dataclasses
@@ -32,22 +29,19 @@ from pallas_kernels.core.tiles import check_divides
 ITEM_BYTES = 2
 """Bytes of a half-precision element."""
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Number of elements of the summed axis per step. This number of half-precision elements fills one row of an
-operand."""
+"""Number of elements of the summed axis per step: half-precision elements in one row of an operand."""
 
 CONSUMERS = 2
 """Number of consumer warpgroups. The registers of each consumer hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
-"""Index of the producer's warpgroup, which follows the consumers' warpgroups."""
+"""Index of the producer warpgroup."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread of the producer and of the consumers, which must be multiples of 8 (PTX ISA, setmaxnreg). A
-multiprocessor has 65536 registers. One thread of each of the three warpgroups may therefore take 512 together; a
-producer thread and two consumer threads take 504."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers, which is 512 for
+one producer thread and two consumer threads. They take 504."""
 
 _RASTER_COLUMNS = 2048
-"""Number of columns of the result that concurrent tiles cover. If it does not divide the columns of the result, the
-largest smaller number that divides them is used. Half and twice this number were slower, for dw
-(docs/lab/2026-11-21-dense.md) and for the forward (docs/lab/2026-11-24-dense.md)."""
+"""Number of columns of the result that concurrent tiles cover, rounded down to a divisor of the result's columns. Half
+and twice this number were slower: docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +49,12 @@ class Config:
     """The division of the result into tiles, and of the tiles among CTAs.
 
     Attributes:
-      rows, columns: numbers of rows and columns of a CTA's tile.
+      rows, columns: size of a CTA's tile.
       stages: number of stages of the ring.
-      splits: number of parts into which the summed axis is divided.
-      cluster: number of CTAs that share the right operand's blocks; their tiles lie one below the other.
-      raster: number of columns of tiles in a column block. The tiles of one column block are computed before the tiles
-        of the next. 0 means a single column block.
+      splits: number of parts of the summed axis.
+      cluster: number of CTAs per cluster, 1 or 2.
+      raster: width of a column block, in tiles, or 0 for a single block. The tiles of a column block are computed
+        before the tiles of the next block.
     """
 
     rows: int
@@ -75,8 +69,7 @@ class Config:
 
         This is best if the result has more tiles than there are multiprocessors.
         """
-        # Concurrent tiles then form a square. They share rows and columns of the operands, which they read through the
-        # L2 cache.
+        # Concurrent tiles then form a square, which shares rows and columns of the operands through the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
@@ -86,9 +79,9 @@ class _Tile(NamedTuple):
 
     Attributes:
       split: index of the part of the summed axis.
-      row, column: the tile's first row and first column in the result.
-      tile_column: index of the tile's column of tiles.
-      first, end: the range of the tile's steps along the summed axis.
+      row, column: the tile's first row and first column.
+      tile_column: the column in units of tiles.
+      first, end: range of steps along the summed axis.
     """
 
     split: Any
@@ -100,10 +93,9 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of the `index`th tile, in units of tiles. Within a column block of `width` tiles, tiles
-    follow one another row by row.
+    """Return the row and column of a tile, in units of tiles. Column blocks have `width` tiles per row.
 
-    Each column block starts at its top. `plgpu.planar_snake` would visit every other block from its bottom.
+    `plgpu.planar_snake` would visit every other column block from its bottom.
     """
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
@@ -111,11 +103,12 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The product `(rows, summed_size) (summed_size, columns)` as a warp-specialized pipeline.
+    """The product `(rows, summed_size) (summed_size, columns)`.
 
     Attributes:
       config: the tiles.
-      rows, columns, summed_size: numbers of rows and columns of the result, and length of the summed axis.
+      rows, columns: size of the result.
+      summed_size: length of the summed axis.
       multiprocessors: number of multiprocessors of the device.
     """
 
@@ -126,38 +119,36 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Number of consumers per tile. With one consumer, the schedule is ping-pong, and all tiles must have the same
-    number of steps."""
+    """Number of consumers per tile. With one consumer, the schedule is ping-pong, and all tiles have equally many
+    steps."""
 
     def check(self, kernel: str) -> None:
-        """Raise ValueError unless a tile's width divides the number of columns, and a column block's width divides the
-        number of columns of tiles."""
+        """Raise ValueError unless tiles divide the columns, and column blocks divide the columns of tiles."""
         check_divides(kernel, "columns", self.config.columns, self.columns)
         check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
 
     @property
     def turns(self) -> int:
-        """Number of tiles that a CTA multiplies or stores at a time: two in the ping-pong schedule, else one."""
+        """Number of tiles in progress per CTA: two in the ping-pong schedule, else one."""
         return CONSUMERS // self.consumers
 
     @property
     def steps(self) -> int:
-        """Number of steps of a tile if the summed axis is not split."""
+        """Number of steps along the whole summed axis."""
         return -(-self.summed_size // STEP)
 
     @property
     def tile_rows(self) -> int:
-        """Number of rows of tiles, where a cluster's tiles count as one row."""
+        """Number of rows of tiles; a cluster's tiles count as one."""
         return -(-self.rows // (self.config.rows * self.config.cluster))
 
     @property
     def tile_columns(self) -> int:
-        """Number of columns of tiles."""
         return self.columns // self.config.columns
 
     @property
     def tiles(self) -> int:
-        """Number of tiles over all splits, where a cluster's tiles count as one."""
+        """Number of tiles over all splits; a cluster's tiles count as one."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
@@ -166,25 +157,23 @@ class Product:
 
     @property
     def consumer_rows(self) -> int:
-        """Number of rows of a tile whose sums one consumer holds."""
+        """Number of rows per consumer and tile."""
         return self.config.rows // self.consumers
 
     @property
     def launch_options(self) -> dict[str, Any]:
-        """Keyword arguments for `launch`."""
         cluster = {"cta": self.config.cluster} if self.config.cluster > 1 else {}
         return dict(grid={"cluster": self.clusters}, cluster=cluster, warpgroups=CONSUMERS + 1)
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for bulk copies of the right operand. Each CTA of a cluster then copies its share of a
-        block to all CTAs of the cluster."""
+        """Keyword arguments for copies of the right operand, of which each CTA of a cluster copies a share to all."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """The ring's barriers. Each stage has one barrier per turn, at which the stage's copies arrive. It has one more
-        barrier, at which the consumers of the cluster release the stage."""
+        """The ring's barriers: one per turn and stage, at which copies arrive; and one per stage, at which the
+        consumers of the cluster release the stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -199,11 +188,11 @@ class Product:
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
-        """Return the slice of rows of the result whose sums a consumer holds."""
+        """Return the slice of the result's rows whose sums a consumer holds."""
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
-        """Return the index, within a tile, of the first row whose sums a consumer holds."""
+        """Return the first of these rows, relative to the tile."""
         return warpgroup * self.consumer_rows if self.consumers > 1 else 0
 
     def run(
@@ -216,16 +205,16 @@ class Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """Run the pipeline: the producer and the consumers, each with its share of the registers.
+        """Run the producer and the consumers, each with its share of the registers.
 
         Args:
-          ring: the stages. Its `copy(count, stage, barrier, tile, step)` copies the operands' blocks for a step of a
-            tile. `count` increases over all tiles.
-          accumulators: types of the accumulators that each consumer allocates.
-          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`. The function
-            `multiply(stage, *accumulators)` starts the products of a step, and returns when the products of the
-            previous step are done.
-          epilogue: `epilogue(tile, *sums)` stores a tile's sums, which it gets in registers.
+          ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step of
+            a tile. `count` counts the steps of all tiles.
+          accumulators: types of each consumer's accumulators.
+          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
+            `multiply(stage, *accumulators)` starts a step's products, and returns when the previous step's products
+            are done.
+          epilogue: `epilogue(tile, *sums)` stores a tile's sums, which are in registers.
         """
 
         @pl.when(warpgroup == PRODUCER)
@@ -244,12 +233,11 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, starting with tile number
-        `first`.
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`. Return
+        the last count.
 
-        `count` is the number of the ring's steps before the tile, including the steps of tiles that are skipped. In the
-        ping-pong schedule, `turn` is the index of the consumer that computes the tile; otherwise it is 0. Return the
-        last count.
+        `count` is the number of steps before the tile, including steps of skipped tiles. `turn` is the index of the
+        tile's consumer in the ping-pong schedule, else 0.
         """
 
         def visit_next(i, count):
@@ -263,7 +251,7 @@ class Product:
         return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
-        """Copy the operands' blocks for all steps of a tile into the ring. Return the new `count`."""
+        """Copy the operands' blocks for all steps of a tile. Return the new `count`."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
@@ -282,8 +270,7 @@ class Product:
         turn: Any,
         tile: _Tile,
     ) -> Any:
-        """Multiply the operands' blocks for all steps of a tile, and pass the sums to the epilogue. Return the new
-        `count`."""
+        """Multiply all steps of a tile, and pass the sums to the epilogue. Return the new `count`."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):

@@ -1,18 +1,17 @@
-"""Half-precision products of a dense layer on Hopper's tensor cores, including the bias and its gradient.
+"""Half-precision products of a dense layer on Hopper's tensor cores: the forward, and the gradients of its parameters.
 
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. Both products use the
-pipeline of `linear_product_sm90`.
+Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. A CTA computes tiles of
+z or dw by the pipeline of `linear_product_sm90`: TMA copies to shared memory, `wgmma`, and sums in registers.
 
-For z, the consumers use the ping-pong schedule, and copy a tile to device memory through shared memory. For dw, a CTA
-has a single tile or tiles of hundreds of steps. The consumers then use the cooperative schedule.
+For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
+cooperative schedule, because a CTA has one tile or tiles of hundreds of steps.
 
-For dw, the summed axis is the outermost axis of both operands, which the tensor cores support in half precision. The
-product of dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, and each of them adds its share
-of the rows to db. The rows are split (split-K) until all multiprocessors are busy. The sums of the splits are then
-added in a fixed order.
+For dw, the summed axis is the outermost axis of both operands, which `wgmma` supports in half precision. The product
+of dyᵀ and columns of ones yields db. The CTAs that read a column of dy share the rows of this sum. The rows are split
+(split-K) until all multiprocessors are busy, and the sums of the splits are added in a fixed order.
 """
 
 import dataclasses
@@ -34,35 +33,31 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PRODUCER, STEP, Config, Product
 
 _ROWS = 128
-"""Number of rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
+"""Rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Numbers of columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not
-divide the columns of the result, or if one consumer holds all sums of the tile."""
+"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not divide the
+columns of the result, or if one consumer holds the whole tile."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
 """Smallest number of rows for which the kernels are selected (docs/lab/2026-11-21-dense.md), and smallest number of
-inputs for which the forward is selected. No page of the lab has the measurement for the inputs."""
+inputs for which the forward is selected. The lab has no measurement for the inputs."""
 
 _MAX_STAGES = 6
-"""Maximum number of stages of the ring. With the largest tiles, four stages fit next to the buffers on Hopper. Three
-stages were slower there: docs/lab/2026-11-21-dense.md."""
+"""Maximum number of stages. On Hopper, four stages fit with the largest tiles. Three stages were slower there:
+docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Bytes of shared memory that are reserved. Mosaic takes 2 KiB for sums across warps. The other 512 bytes are more than
-the barriers need."""
+"""Bytes of shared memory that are reserved: 2 KiB for Mosaic's sums across warps, and more than the barriers need."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the number of splits. No page of the lab
-has this measurement; the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the number of splits. The lab has no
+page for this number; the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Bytes per microsecond at which the splits' sums are written and read, used only to choose the number of splits.
-Chosen by hand, below the rate of a copy on an H200; not tuned."""
+"""Bytes per microsecond of the splits' sums, used only to choose the number of splits. It is below the rate of a copy
+on an H200. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
-    """Return a config with tiles of `columns` columns, one CTA per cluster, and one split.
-
-    It has the most stages that fit next to `buffer_bytes` of other shared memory.
-    """
+    """Return a config without clusters and splits, with as many stages as fit next to `buffer_bytes`."""
     available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
     return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * STEP * ITEM_BYTES)))
 
@@ -86,14 +81,8 @@ def _unsupported_device(config: Config) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `_Forward.body`.
-
-    Attributes:
-      x, w, b, z: arrays in device memory.
-      x_stages, w_stages: stages of the ring, for blocks of x and w.
-      z_buffers: one buffer per consumer in shared memory, from which z is copied to device memory.
-      loaded, free: barriers of the ring.
-    """
+    """References of `_Forward.body`: arrays in device memory, the ring's stages and barriers, and one buffer for z per
+    consumer in shared memory."""
 
     x: Any
     w: Any
@@ -108,8 +97,7 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Product):
-    """The product `z = x wᵀ + b`, with the operands x and wᵀ. A consumer writes its tile in blocks of columns, through
-    a buffer in shared memory."""
+    """The product `z = x wᵀ + b`. A consumer stores its tile in blocks of columns, through shared memory."""
 
     consumers = 1
 
@@ -177,10 +165,10 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: config with one split, and with tiles of 64 or 128 columns. The columns of a tile must divide the outputs.
+      config: one split, and tiles of 64 or 128 columns that divide the outputs.
 
     Raises:
-      ValueError: if the config does not meet these requirements.
+      ValueError: if the config is a different one.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -208,18 +196,12 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Number of columns of ones: the smallest number of columns of a wgmma (PTX ISA)."""
+"""Columns of ones: the fewest columns of a wgmma (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
-    """References of `_WeightsGradient.body`.
-
-    Attributes:
-      dy, x, dw, db: arrays in device memory.
-      dy_stages, x_stages: stages of the ring, for blocks of dy and x.
-      ones: one block of ones per consumer in shared memory.
-      loaded, free: barriers of the ring.
-    """
+    """References of `_WeightsGradient.body`: arrays in device memory, the ring's stages and barriers, and one block of
+    ones per consumer in shared memory."""
 
     dy: Any
     x: Any
@@ -234,7 +216,7 @@ class _WeightsGradientRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradient(Product):
-    """The product `dw = dyᵀ x`, with the operands dyᵀ and x, and the product `db = dyᵀ 1`."""
+    """The products `dw = dyᵀ x` and `db = dyᵀ 1`."""
 
     def body(self, *refs, warpgroup, **ids):
         refs = _WeightsGradientRefs(*refs)
@@ -263,8 +245,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Return three ranges of a tile's steps. Only the steps of the second range are added to db as well. The tiles
-        of one row of tiles add different shares of the steps to db."""
+        """Return three ranges of a tile's steps, of which the second is also added to db. The second ranges of a row of
+        tiles cover all steps."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (
@@ -319,7 +301,7 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return dw in `dtype`, which is x's dtype by default, and float32 db.
+    """Return dw in `dtype`, by default x's dtype, and float32 db.
 
     Args:
       dy: `(rows, outputs)` in half precision, outputs a multiple of 128.

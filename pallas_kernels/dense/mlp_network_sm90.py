@@ -1,11 +1,10 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Activations are matrices with one row per example. Rows are padded to widths that the tensor cores support. A hidden
-layer's outputs are padded to the next multiple of 32 above their number, which leaves room for the number 1 after them.
-Because of this input of 1, the weight gradient of the next layer also contains that layer's bias gradient.
+Activations have one row per example. Each row is padded to a multiple of 32. After a hidden layer's outputs, the row
+contains a 1. The next layer's weight gradient therefore also contains the layer's bias gradient.
 
-A kernel multiplies its examples' rows by one weight matrix after another. `Network` lists these products for each
-kernel. It also divides the shared memory between the rows of the layers and slices of the weights.
+`Network` lists each kernel's products of activations and weights. It also divides the shared memory between the rows of
+the layers and the slices of the weights.
 """
 
 import dataclasses
@@ -22,22 +21,21 @@ from pallas_kernels.core.layouts import OPERAND_BYTES, operand
 from pallas_kernels.core.mosaic import plgpu
 
 EXAMPLES = 64
-"""Number of examples per CTA: the 64 rows of a wgmma (PTX ISA). The batch size is a multiple of this number."""
+"""Number of examples per CTA: the 64 rows of a wgmma (PTX ISA). It divides the batch size."""
 
 _ITEM_BYTES = 4
 """Bytes of a float32."""
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Number of a layer's inputs per slice of its weights. This number of float32 values fills one row of an operand."""
+"""Number of a layer's inputs per slice of its weights: float32 values in one row of an operand."""
 PIECE_COLUMNS = 128
-"""Number of columns of the gradient with respect to x that `forward_and_gradients` computes at once. In this kernel,
-the layers' outputs stay in shared memory as well. Not tuned."""
+"""Number of columns of dx that `forward_and_gradients` computes at once, while the layers' outputs also take shared
+memory. Not tuned."""
 _MAX_STAGES = 8
-"""Maximum number of slices in the ring. Chosen by hand: latency bounds the kernels, and more slices bring no speedup
-(docs/lab/2026-11-21-dense.md)."""
+"""Maximum number of slices in the ring. Latency bounds the kernels, and more slices bring no speedup
+(docs/lab/2026-11-21-dense.md). Not tuned."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that the ring and the operands leave free: Mosaic takes 2 KiB for sums across warps, and
-barriers need less than 1 KiB. The rest is chosen so that LeNet's layers keep the numbers of stages with which
-docs/lab/2026-11-21-dense.md was measured."""
+"""Bytes of shared memory that stay free. Mosaic takes 2 KiB for sums across warps, and barriers take less than 1 KiB.
+The rest keeps the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +43,21 @@ class Config:
     """The ring through which a kernel streams weights.
 
     Attributes:
-      stages: number of slices of weights that fit in the ring. It is 1 in `weighed_gradients`, where each CTA has a
-        single step.
+      stages: number of slices in the ring, 1 in `weighed_gradients`.
     """
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of the inputs, of each hidden layer's outputs followed by a 1, and of the
-    logits."""
+    """Return the padded widths of the rows of x, of each hidden layer's outputs followed by a 1, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The sizes of the layers, and the products that each kernel computes. A product is a pair of padded widths:
-    (inputs, outputs).
+    """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs).
 
     Attributes:
       sizes: number of inputs of the first layer, followed by the number of each layer's outputs.
@@ -96,7 +91,7 @@ class Network:
 
     @property
     def pieces(self) -> list[int]:
-        """Widths of the pieces in which the gradient with respect to x is computed."""
+        """Widths of the pieces in which dx is computed."""
         return [min(PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], PIECE_COLUMNS)]
 
     @property
@@ -104,8 +99,7 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of the weights of `products` fit in shared memory next to operands of these widths, up
-        to `_MAX_STAGES`."""
+        """Return how many slices fit in shared memory next to operands of these widths, up to `_MAX_STAGES`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 
@@ -122,7 +116,7 @@ class Network:
         return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        """Return shared memory for the ring's stages, the stages' barriers, and operands of these widths."""
+        """Return the ring's stages, their barriers, and operands of these widths."""
         return [
             operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),

@@ -1,15 +1,15 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA computes all layers for 64 examples. Their activations stay in shared memory, where the tensor cores read them.
-The weights stream through a ring of stages in shared memory, in slices of 32 of a layer's inputs. The slices are packed
-in the order of their use. The sums of each product are in registers, where bias, ReLU, and softmax are computed. The
-forward writes the losses, the logits, and each layer's outputs; the backward writes the gradients with respect to the
-logits, to each hidden layer's sums before ReLU, and to x. Products are in float32 rounded to TF32; sums, softmax, and
-loss are in float32. Rows are padded to `widths`, which `row_widths` in `mlp_network_sm90` returns.
+A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream through a ring of
+stages in shared memory, in slices of 32 of a layer's inputs. `wgmma` multiplies the activations by the slices. The sums
+are in registers, where bias, ReLU, and softmax are computed. The forward writes the losses, the logits, and each
+layer's outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU,
+and to x. Factors of products are rounded to TF32; sums, softmax, and loss are in float32. Rows are padded to `widths`:
+see `row_widths` in `mlp_network_sm90`.
 
-In small batches, launches and latencies dominate the time. One kernel then computes the forward and the gradients of
-each example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and
-computes the gradients of the layers' parameters.
+Small batches are bound by launches and latencies. For them, one kernel computes the forward and the gradients of each
+example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and
+computes the parameters' gradients.
 """
 
 import functools
@@ -40,13 +40,12 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Maximum number of columns of a wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch size for which one kernel computes both the forward and the gradients. Measured at 1024, where one
-kernel is faster, and at 8192, where it is not: docs/lab/2026-11-21-dense.md."""
+"""Largest batch size for which one kernel computes the forward and the gradients. One kernel was faster at 1024, and
+slower at 8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """Return why `forward` or `backward` does not support the arguments, or None if both do. The two kernels are used
-    together."""
+    """Return why `forward` or `backward`, which are used together, does not support the arguments, or None."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -64,13 +63,13 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References in the bodies of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`.
+    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`.
 
     Attributes:
-      x, labels, weights, biases: inputs in device memory. Weights and biases are views of the same packed array.
+      x, labels, weights, biases: inputs in device memory. Weights and biases are views of one packed array.
       loss, logits, hidden, gradients, dx: outputs in device memory.
-      stages, loaded: stages and barriers of the ring, for slices of the weights.
-      operands: rows of the inputs and of each hidden layer's outputs, in shared memory.
+      stages, loaded: stages and barriers of the ring.
+      operands: rows of x and of each hidden layer's outputs, in shared memory.
     """
 
     x: Any
@@ -94,8 +93,7 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute all layers, and return the logits. Each layer reads one operand, and each hidden layer writes its outputs
-    to the next operand."""
+    """Compute all layers, and return the logits. A hidden layer writes its outputs to the next layer's operand."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -112,8 +110,7 @@ def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk:
 def _write_losses(
     stream: Stream, network: Network, refs: Any, examples: Any, *, loads: int, bulk: bool
 ) -> tuple[Array, Softmax]:
-    """Compute the forward, and store each hidden layer's outputs, the logits, and the losses. Return the labels and the
-    softmax."""
+    """Compute the forward, and store its results. Return the labels and the softmax."""
     stream.start()
     labels = read(refs.labels, examples, value_a_row())
     read_columns(refs.x, examples, refs.operands[0], loads)
@@ -137,12 +134,12 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Compute `h = max(0, w h + b)` for each layer but the last, starting with h = x. Then compute the logits and the
-    loss, which is `logsumexp(logits) - logits[label]`.
+    """Compute `h = max(0, w h + b)` for each layer but the last, starting with h = x. Then compute the logits
+    `w h + b` and the loss `logsumexp(logits) - logits[label]`. Here w and b are a layer's weights and bias.
 
     Args:
       x: `(widths[0], N)`, one example per column, as the convolutions return it.
-      labels: `(N,)` int32; if a label is not the index of a class, its example's loss is NaN.
+      labels: `(N,)` int32. If a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
@@ -174,12 +171,12 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References in the body of `backward`.
+    """References of `backward`.
 
     Attributes:
       dy, labels, logits, weights, hidden: inputs in device memory.
-      gradients, dx: outputs in device memory. dx is None if it is not wanted.
-      stages, loaded: stages and barriers of the ring, for slices of the weights.
+      gradients, dx: outputs in device memory. dx is None if it is unused.
+      stages, loaded: stages and barriers of the ring.
       operands: rows of the gradients with respect to each layer's sums, in shared memory.
     """
 
@@ -231,17 +228,16 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of dy times the losses with respect to the logits, each hidden layer's sums before ReLU,
-    and x.
+    """Compute the gradients of Σ dy loss with respect to the logits, each hidden layer's sums before ReLU, and x.
 
     Args:
       dy: `(N,)`.
-      labels, weights: arguments of the forward.
-      logits, hidden: results of the forward.
+      labels, weights: arguments of `forward`.
+      logits, hidden: results of `forward`.
 
     Returns:
       The gradients with respect to the logits and to each hidden layer's sums, last layer first, followed by dx. They
-      have the shapes of the logits, of each h, and of x. The elements after a layer's outputs are zero.
+      have the shapes of the logits, of each h, and of x. Elements after a layer's outputs are zero.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -300,14 +296,14 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Compute `forward`, and the results of `backward` for dy = 1.
+    """Compute the results of `forward`, and of `backward` for dy = 1.
 
     Args:
       x, labels, weights, biases: arguments of `forward`.
 
     Returns:
-      loss, logits, and each h, as `forward` returns them, and the gradients of each example's loss, as `backward`
-      returns them. If an example's label is not the index of a class, its gradients are 0.
+      loss, logits, and each h as from `forward`, and the gradients of each example's loss as from `backward`. If an
+      example's label is not the index of a class, its gradients are 0.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
