@@ -1,11 +1,11 @@
-"""Backward of an embedding as a gather. Each row of the table collects the gradients of the tokens that selected it.
-Because a single CTA writes each element of the table's gradient, the kernel needs no atomic additions.
+"""Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
+One CTA writes each element of the table's gradient, so the kernel needs no atomic additions.
 
-XLA sorts the tokens by row beforehand, so that the tokens of one row are a contiguous run of the sorted order. Most
-runs are short or empty. One CTA computes a whole row with a short run, several blocks of features at a time, because a
-CTA for each block would take longer to launch than to run. For a row with a long run, there is one CTA per block of
-features. These CTAs come first in the grid, so that they do not run when all others have finished. Each CTA adds the
-gradients of a run in float32 registers, in the order of the tokens. The kernel does not use shared memory.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. Most runs are short or empty. A CTA
+computes a whole row with a short run, several blocks of features at once, because a CTA per block would take longer to
+launch than to run. A row with a long run has one CTA per block of features. These CTAs come first in the grid, because
+the kernel would otherwise wait for them at its end. A CTA adds gradients in float32 registers, in the order of the
+tokens, without shared memory.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _LONG_RUN = 64
-"""Number of tokens from which on a run is long. Not tuned."""
+"""Number of tokens from which a run is long. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Number of vectors whose loads begin before the first of them is added. A loop over single tokens would wait for
-device memory at each token. Not tuned."""
+"""Number of vectors that are loaded before the first of them is added, because each wait for device memory is long.
+Not tuned."""
 _BLOCKS_AT_ONCE = 8
-"""Maximum number of blocks of a short run that a CTA computes at a time. Not tuned."""
+"""Maximum number of blocks of a short run that a CTA computes at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
     """Compute `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1].
 
     Args:
-      dy: `(tokens, features)`, with at least one token. The number of features is a multiple of `LANES`.
+      dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
       order: the tokens in the order of their rows, int32.
       starts: `(rows + 1,)`, int32. The run of row r begins at `starts[r]` and ends before `starts[r + 1]`.
 
@@ -116,9 +116,9 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, once each, between entries that are the number of rows.
+    """Return the rows with long runs, once each, between entries that equal the number of rows.
 
-    A long run contains a position that is a multiple of `_LONG_RUN`, so only the rows there are tested.
+    A long run contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested.
     """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)

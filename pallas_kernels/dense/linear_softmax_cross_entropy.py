@@ -1,10 +1,9 @@
-"""Cross-entropy of rows of logits with many classes: one kernel for the statistics of each row, and one for the
-gradient, which replaces the logits in memory.
+"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
-Each row is divided into parts, and one CTA computes one part. In the first kernel, the CTA loops over its part once.
-For each lane, it keeps the maximum and the sum of exponentials so far, and scales the sum when the maximum grows. XLA
-combines the parts of a row. The second kernel reads the logits and the statistics of the row, and overwrites the logits
-with the gradient. Neither kernel uses shared memory.
+A CTA computes one part of a row. In the first kernel, it loops over the part once. Each thread holds maxima and sums of
+exponentials so far in registers, and rescales a sum when its maximum grows. XLA combines the parts of a row. The second
+kernel reads the logits and the statistics, and overwrites the logits with the gradient. Neither kernel stages data in
+shared memory.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""Number of vectors whose loads are in flight at once. A part has at least this number of vectors, if there are enough.
-Both numbers come from docs/lab/2026-11-26-large-vocabulary.md."""
+"""Number of vectors whose loads are in flight at once. A part has at least this number of vectors, if the row has.
+`_MAX_PARTS` and `_UNROLLED` come from docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -32,7 +31,7 @@ class Config:
     """Tiles of a row.
 
     Attributes:
-      length: number of logits per vector, a divisor of the length of a row.
+      length: number of logits per vector, a divisor of a row's length.
       parts: number of parts of a row.
       unrolled: number of vectors whose loads are in flight at once.
     """
@@ -68,10 +67,9 @@ def statistics(
     """Compute the statistics of each row of `z = cap(logits + b)`, with `cap(a) = softcap tanh(a / softcap)`.
 
     Args:
-      logits: `(rows, columns)`, where the number of columns is a multiple of `LANES`. Only the first `classes` columns
-        are logits.
+      logits: `(rows, columns)`, columns a multiple of `LANES`. Only the first `classes` columns are logits.
       labels: `(rows,)`, int32. A label that is not a class is -1.
-      b: `(columns,)`, or None.
+      b: bias `(columns,)`, or None.
       softcap: the bound of the cap, or None, for which `cap(a)` is a.
       with_sum: whether to compute `Σ z`.
 
@@ -97,7 +95,7 @@ def statistics(
                 sum_ = sum_ + jnp.where(exists, z if is_class is None else jnp.where(is_class, z, 0.0), 0.0)
             return new, total, sum_
 
-        # A finite lower bound, because the difference of two infinities would be NaN.
+        # The lower bound is finite, because the difference of two infinities would be NaN.
         lowest = zero + jnp.finfo(jnp.float32).min
         lane_largest, lane_total, lane_sum = lax.fori_loop(0, groups, accumulate, (lowest, zero, zero))
         part_largest = jnp.max(lane_largest)
@@ -145,16 +143,18 @@ def gradient(
     softcap: float | None,
     config: Config,
 ) -> Array:
-    """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`, where p is the softmax of z.
+    """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`.
 
+    Here z, b, and cap are as in `statistics`, p is the softmax of z, and dy is the gradient with respect to the loss.
     The weights y are `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
 
     Args:
       logits, labels, b, softcap: as in `statistics`.
-      dy, largest, total: `(rows,)`, float32; the last two are results of `statistics`.
+      dy: `(rows,)`, float32.
+      largest, total: results of `statistics`.
 
     Returns:
-      dlogits in the shape and dtype of the logits. It uses their memory, unless they are still needed. Its columns
+      dlogits in the shape and dtype of the logits, and in their memory unless the logits are still needed. Columns
       after `classes` are 0.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
@@ -207,7 +207,7 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The vectors of one part of a row. Part p has the vectors p, p + parts, p + 2 parts, and so on."""
+    """The vectors of one part of a row. Part p has vectors p, p + parts, p + 2 parts, and so on."""
 
     length: int
     classes: int
@@ -223,7 +223,7 @@ class _Part:
         return quotient(self.length // self.config.length - part + parts - 1, parts)
 
     def columns(self, i, part):
-        """Return the columns of a part's i-th vector, or of its last vector if there are fewer."""
+        """Return the columns of a part's i-th vector, or of its last vector."""
         first = (jnp.minimum(i, self.count(part) - 1) * self.config.parts + part) * self.config.length
         return pl.ds(first, self.config.length)
 

@@ -1,7 +1,6 @@
-"""Loads, stores, and softmax for the kernels of a multi-layer perceptron, for 64 examples at a time.
+"""Loads, stores, and softmax for the kernels of a multi-layer perceptron, for the 64 examples of a CTA.
 
-Examples are rows or columns of arrays in device memory. An operand is a block in shared memory with one row per
-example, from which the tensor cores read.
+In device memory, an example is a row or a column. An operand of `wgmma` in shared memory has one row per example.
 """
 
 from typing import Any, NamedTuple
@@ -16,25 +15,22 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE
 
 
 def read(ref: Any, examples: Any, layout: Any) -> Array:
-    """Load the examples' entries of `ref` into registers of `layout`."""
+    """Load the examples' entries of `ref` into registers."""
     return load(ref.at[examples], layout, optimized=False)
 
 
 def _turned() -> Any:
-    """Return the register layout of a slice that is copied from device memory, with one column per example, to an
-    operand, with one row per example.
+    """Return the register layout of a slice that is copied from columns in device memory to rows of an operand.
 
-    A warp copies 8 examples by 4 inputs at once, one element per thread. In device memory, the 8 examples are adjacent
-    and form one sector. In the operand, the 4 inputs take 16 bytes of one row, and the 8 examples' rows are in
-    different banks.
+    A warp copies 8 examples by 4 inputs, one element per thread. The 8 examples form one sector of device memory. In
+    the operand, the 4 inputs take 16 bytes of a row, and the 8 rows are in different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
-    """Copy examples from columns of x to rows of the operand. The loads of up to `loads` slices are in flight at
-    once."""
+    """Copy examples from columns of x to rows of the operand, up to `loads` slices at once."""
     count = operand.shape[1] // SLICE
     loads = largest_divisor(count, loads)
 
@@ -49,8 +45,7 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store rows to the operand and to `ref`. With `bulk`, a bulk copy from the operand to `ref` still runs when this
-    function returns."""
+    """Store rows to the operand and to `ref`. With `bulk`, the TMA copy to `ref` may still run afterwards."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -60,7 +55,7 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store each example's row to the example's column in device memory, starting at entry `first` of the column."""
+    """Store each example's row to its column in device memory, from entry `first` on."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
@@ -69,8 +64,8 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    The tensor cores multiply the zeros that pad the weights by each input. If an input is infinite or NaN, the result
-    is NaN in every column of the padding, and the next product would spread it to all columns.
+    Without the mask, an infinite or NaN input would spread. Its products with the zeros that pad the weights are NaN,
+    and the next layer would add them to every column.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
@@ -107,10 +102,10 @@ class Softmax(NamedTuple):
 
 
 def valid_labels(labels: Array, classes: int) -> Array:
-    """Return a mask that is true where a label is the index of a class."""
+    """Return whether each label is the index of a class."""
     return (labels >= 0) & (labels < classes)
 
 
 def spread(values: Array, block: Array) -> Array:
-    """Broadcast a vector with one value per row to the shape of a block, along the block's rows."""
+    """Broadcast a vector with one value per row to the shape of a block."""
     return lax.broadcast_in_dim(values, block.shape, [0])

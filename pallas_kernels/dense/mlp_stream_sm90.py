@@ -1,8 +1,8 @@
-"""The weights of a multi-layer perceptron: packed in the order of their use, and streamed through shared memory.
+"""The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
 
-The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. The
-slices of all products are packed one after another. A kernel copies each slice to a ring of stages in shared memory
-before it needs the slice. The tensor cores multiply rows in shared memory by the slices, with the sums in registers.
+The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. A kernel
+copies one slice after another by TMA to a ring of stages in shared memory. `wgmma` multiplies rows in shared memory by
+the slices, with the sums in registers.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return each matrix as a vector, padded with zeros, rounded to TF32, and divided into consecutive slices of
-    `SLICE` inputs."""
+    """Return each matrix as a vector: padded with zeros, rounded to TF32, and divided into slices."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -34,8 +33,7 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with the slices, followed by the biases. Each bias is padded to the width of its layer's
-    rows."""
+    """Return one vector with the slices, followed by the biases, each padded to the width of its layer's rows."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -44,11 +42,11 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The products of a kernel, whose weights stream through a ring in slices, in the order of their use.
+    """The products of a kernel, whose weights stream through a ring.
 
     Attributes:
-      products: (inputs, outputs) of each product, in this order.
-      weights: all slices in device memory, one after another. A slice has one row per output.
+      products: (inputs, outputs) of each product, in the order of use.
+      weights: all slices in device memory. A slice has one row per output.
       stages, loaded: stages and barriers of the ring, which no other stream uses.
     """
 
@@ -59,7 +57,7 @@ class Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
-        """Range of the indices of each product's slices."""
+        """Indices of each product's slices."""
         ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -68,7 +66,7 @@ class Stream:
         return self.steps[-1].stop
 
     def ring(self, fetched: range) -> Ring:
-        """Return the ring, which fetches only the slices with these indices."""
+        """Return the ring, which fetches only slices with these indices."""
         return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
 
     def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
@@ -88,11 +86,9 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the operand times the weights of the given product. Products must be computed in the order of
-        `products`."""
+        """Return the operand times a product's weights. Products must be computed in the order of `products`."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While the tensor cores multiply one slice, the stage of the previous slice is filled again. The first slice
-        # has no previous slice.
+        # While one slice is multiplied, the stage of the previous slice is filled. The first slice has no previous one.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)
@@ -103,8 +99,7 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has finished multiplying the previous slice, so the stage of that slice may be filled
-                # again.
+                # Every warp has finished multiplying the previous slice, so its stage may be filled.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

@@ -1,10 +1,9 @@
-"""The gradients of the layers of a multi-layer perceptron, computed from dy and the gradients of each example's loss.
+"""The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-One kernel on Hopper's tensor cores computes dx, dw, and db of all layers in a small batch. Each layer's dw is divided
-into tiles. A CTA computes one tile for 128 examples. It loads these examples' gradients and the layer's inputs, and
-multiplies the gradients by dy. It stores both transposed in shared memory, where the tensor cores multiply them. The
-sums over each 128 examples are then added in a fixed order. A 1 after the inputs of each example yields db as a column
-of dw. Further CTAs multiply dx by dy.
+One kernel on Hopper's tensor cores computes dx, dw, and db of all layers. A CTA computes one tile of a layer's dw for
+128 examples. It loads these examples' gradients and the layer's inputs, and multiplies the gradients by dy. It stores
+both transposed in shared memory, and multiplies them with `wgmma`. XLA then adds the sums over each 128 examples in a
+fixed order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -29,8 +28,8 @@ class _WeighedGradientsRefs(NamedTuple):
 
     Attributes:
       dy, x, dx, hidden, gradients: inputs in device memory. dx and `gradients` are gradients of each example's loss.
-      weighed_dx: dx times dy, an output.
-      sums: dw of each layer, summed over each 128 examples separately, as outputs.
+      weighed_dx: the output dx times dy.
+      sums: the output dw of each layer, for each 128 examples separately.
       left, right: transposed gradients and inputs of a tile, in shared memory.
       tile_stored: barrier at which the warpgroups wait until both have stored their halves of these operands.
     """
@@ -49,15 +48,14 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The order in which CTAs compute tiles: first the tiles of dw, of `EXAMPLES x SLICE` elements each, layer by
-    layer; then the tiles of dx."""
+    """The order in which CTAs compute tiles: first the tiles of dw, layer by layer, then the tiles of dx. A tile of dw
+    has `EXAMPLES x SLICE` elements."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Numbers of rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for
-        the ones after x."""
+        """Rows and columns of tiles in each layer's dw. The first layer has another column, for the ones after x."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -85,8 +83,8 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of a layer's dw for `LANES` examples. Each warpgroup loads half of these examples, and
-        computes half of the tile."""
+        """Compute a tile of dw for `LANES` examples. Each warpgroup loads half of the examples, and computes half of
+        the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)
@@ -104,13 +102,12 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Load a tile of the gradients of the losses with respect to a layer's sums, and of the layer's inputs.
-        Multiply each example's gradients by the example's dy. Store both tiles to shared memory, transposed and rounded
-        to TF32."""
+        """Store a tile of the weighed gradients with respect to a layer's sums, and a tile of the layer's inputs, to
+        shared memory. Both are transposed and rounded to TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # Half of the rows of a layer's last tiles may lie beyond the layer's outputs. This half repeats other rows, and
-        # its sums are not used.
+        # Half of the rows of a layer's last tiles may lie beyond its outputs. This half repeats other rows, and its
+        # sums are unused.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -155,7 +152,7 @@ def weighed_gradients(
     sizes: tuple[int, ...],
     config: Config,
 ) -> tuple[Array, ...]:
-    """Compute `dx = dy g`, `dw[o, i] = Σ dy g[n, o] h[n, i]`, and `db[o] = Σ dy g[n, o]`, summed over the examples n.
+    """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
     Here g is the gradient of each example's loss, with respect to x in dx, and with respect to a layer's sums in dw and
     db. h is the layer's input, o an output of the layer, and i an input of the layer.

@@ -1,9 +1,8 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
-A CTA computes a block of examples. In the forward, it loops over the classes three times: for the maximum, for the sum
-of exponentials, and for the loss. The forward writes the loss and two statistics: the maximum and the sum of
-exponentials. The backward recomputes the softmax from these statistics. The backward writes one gradient per class and
-example.
+A CTA computes a block of examples in registers. The forward loops over the classes three times: for the maximum, for
+the sum of exponentials, and for the loss. It writes the loss, the maximum, and the sum. The backward recomputes the
+softmax from the maximum and the sum, and writes one gradient per class and example.
 
 Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
 size N is a multiple of `LANES`. If an integer label is not the index of a class, the example's loss is NaN. Its
@@ -46,18 +45,19 @@ def _heuristic(logits, labels):
 
 @kernel(heuristic=_heuristic)
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
-    """Compute `loss[n] = sum over k of y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
+    """Compute `loss[n] = Σ_k y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
-    Here n is an example, k a class, y[k, n] the weight that the label gives to the class, `largest[n]` the largest of
-    the example's logits, and `total[n] = sum over k of exp(logits[k, n] - largest[n])`.
+    Here n is an example, y[k, n] the weight that its label gives to class k, `largest[n]` its largest logit, and
+    `total[n] = Σ_k exp(logits[k, n] - largest[n])`.
 
     Args:
       logits: `(classes, N)`.
+      labels: `(N,)` or `(classes, N)`.
 
     Returns:
-      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs these statistics
-      for examples that are classified almost perfectly. If the forward returned half-precision probabilities or the
-      logarithm of the total instead, rounding would make such an example's gradient zero.
+      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs both. From
+      half-precision probabilities or log(total), rounding would make the gradient of an almost perfectly classified
+      example zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -89,13 +89,13 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
 @kernel(heuristic=lambda dy, logits, labels, *statistics: _heuristic(logits, labels))
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
-    """Compute `dlogits[k, n] = dy[n] * (p[k, n] * sum over j of y[j, n] - y[k, n])`.
+    """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`.
 
-    Here n is an example, j and k are classes, and y[k, n] is the weight that the label gives to class k. The
-    probability is `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
+    Here n is an example, j and k are classes, y[k, n] is the weight that n's label gives to k, and
+    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
-      dy: `(N,)`.
+      dy: `(N,)`, the gradient with respect to the loss.
       logits, labels: arguments of the forward; the logits are `(classes, N)`.
       largest, total: results of the forward, float32 `(N,)`.
 
@@ -112,7 +112,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
         dy = dy_ref[lanes].astype(jnp.float32)
         gradient = jnp.where(valid | (dy == 0), dy, jnp.nan)
         zero = zeros_like(gradient)
-        # An integer label gives its class the weight 1, and all other classes the weight 0.
+        # An integer label gives its class the weight 1.
         weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         largest, total = largest_ref[lanes], total_ref[lanes]
@@ -137,11 +137,11 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return a function and a mask. The function `weigh(k, value)` multiplies a value by the weight that the label
-    gives to class k. The mask is true for examples with valid labels."""
+    """Return `weigh(k, value)`, which multiplies a value by the label's weight for class k, and the mask of valid
+    labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
-        # Select instead of multiplying: if a class's logit is -inf, its value is infinite, and 0 times it would be NaN.
+        # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)
