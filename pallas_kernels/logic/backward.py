@@ -7,24 +7,21 @@ coefficients are c[g]. If dy is the gradient with respect to y,
              + sum over those that read it as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-Three kernels compute both gradients, dx and dc. Two further kernels compute one gradient each. All kernels load rows of
-dy and x into registers. Sums over the batch are computed per lane in registers, and then over the lanes.
-`gradients_by_gate`, `gradients_along_trail`, and `coefficients_gradient` sum over the lanes through shared memory.
+A CTA loads rows of dy and x into registers, and sums over the batch per lane in registers. Then it sums over the lanes,
+in shared memory except in `gradients_by_input`. Three kernels compute both gradients, and two compute one gradient:
 
-- `gradients_by_gate`: a CTA computes the gradients for a few gates and for their inputs. Every input must have exactly
-  one consumer.
-- `gradients_by_input`: a CTA takes one input, and loops over its consumers. Any wires are supported.
+- `gradients_by_gate`: a CTA computes the gradients of a few gates. Every input must have exactly one consumer.
+- `gradients_by_input`: a CTA takes one input, and loops over its consumers. All wires are supported.
 - `gradients_along_trail`, in `backward_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all
-  its loads at once. Every input must have two consumers, or every input must have four.
-- `input_gradient` and `coefficients_gradient` are for short rows, for which a CTA waits for its loads most of the time.
-  A CTA of the first kernel takes a few inputs, and a CTA of the second a few gates. It has the loads for all of them in
-  flight at once.
+  its loads at once. Every input must have two consumers, or every input four.
+- `input_gradient` and `coefficients_gradient`: a CTA takes a few inputs, or a few gates, and has the loads for all of
+  them in flight at once. They are for short rows, for which a CTA mostly waits for its loads.
 
-Arguments: dy is `(gates, N)`, whose batch N is a multiple of `LANES`. If neighboring gates share a gradient, dy may be
-`(groups, N)` instead, with one row per group of neighboring gates; all groups have equal size. Coefficients are
-`(gates, 4)`, `graph` is a `Graph`, and x is `(inputs, N)` in dy's dtype. dx has this dtype and dc is float32; both are
-summed in float32. The batch is the slow axis of every grid, as in forward.py. docs/kernels/logic.md explains what
-limits the speed of the kernels, and docs/lab/2026-11-22-logic.md lists experiments.
+Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. If groups of neighboring gates, all of one
+size, share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, `graph` is a `Graph`, and x is
+`(inputs, N)` in dy's dtype. dx has this dtype and dc is float32; both are summed in float32. The batch is the slow axis
+of every grid: see `forward`. docs/kernels/logic.md explains what bounds the kernels, and docs/lab/2026-11-22-logic.md
+lists experiments.
 """
 
 import dataclasses
@@ -47,36 +44,36 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Number of sums over the batch per gate: the sums of dy, dy a, dy b, and dy a b."""
+"""Number of sums over the batch per gate: of dy, dy a, dy b, and dy a b."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the `blocks` consecutive slices of the batch that are a CTA's lane blocks."""
+    """Return the slices of the batch that are a CTA's `blocks` lane blocks. A lane block is a vector along the batch,
+    with `length / LANES` examples per thread."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
 def load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
-    """Load the given lane blocks of a row."""
+    """Load lane blocks of a row."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
 def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
-    """Return the row of dy for a gate of a layer with `layer_gates` gates. Several gates may share a row."""
+    """Return a gate's row of dy, which several gates may share."""
     run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the vectors whose sums over the lanes are the gradients with respect to a gate's coefficients. `values`
-    holds the gate's (dy, a, b) for each lane block."""
+    """Yield the vectors whose sums over the lanes are a gate's dc. `values` has (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, which is given by its number as in `Graph`. The derivative of its gate with
-    respect to the consumed input is `slope + curve * partner`, where partner is the value of the gate's other input."""
+    """Return (slope, curve) for a consumer, numbered as in `Graph`. Its gate's derivative with respect to the consumed
+    input is `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -90,7 +87,7 @@ def unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // GATE_SUMS
-"""Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
+"""Number of gates per CTA, whose sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
 """Maximum number of lane blocks per CTA. Not tuned."""
 
@@ -120,9 +117,9 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). It needs one row of dy and two rows of x per gate, and reads each row once.
+    """Return (dx, dc). The kernel reads each row of dy and x once.
 
-    No two CTAs read the same elements of x, so dx may use the memory of x.
+    No two CTAs read equal elements of x, so dx may use the memory of x.
     """
     layer_gates = graph.gates
 
@@ -144,8 +141,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks. Return its results with the shapes and
-    dtypes of `out`, followed by dc."""
+    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks. Return results like `out`, and dc."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), GATE_SUMS * _GATES
     *results, dc = launch(
@@ -162,13 +158,13 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return the indices of a CTA's gates. In the last CTA, the index of the layer's last gate may be repeated."""
+    """Return a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` lists (index of the gate,
-    index of its input a, index of its input b)."""
+    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` lists (gate, index of its
+    input a, index of its input b)."""
     operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -187,8 +183,8 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Maximum number of examples per CTA. With more examples, there are fewer sums over lanes and fewer loads of indices.
-Half this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of examples per CTA. More examples mean fewer sums over lanes and fewer loads of indices. Half this
+number was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +211,7 @@ def gradients_by_input(
     """Return (dx, dc).
 
     For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers. If
-    dx is not wanted, the CTA does not read the gates that read the input as their b.
+    dx is unused, the CTA skips the gates that read the input as their b.
     """
     gates, (inputs, N) = graph.gates, x.shape
 
@@ -259,17 +255,16 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch size for which two kernels, one for dx and one for dc, are faster than one kernel:
+"""Largest batch size for which a kernel for dx and a kernel for dc are faster than one kernel for both:
 docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""Largest such batch size if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""The same if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""If x takes at most this fraction of the L2 cache, it counts as fitting in the cache. x is read in random order and
-should stay in the cache, while dy is read once. The measurement is not documented."""
+"""Largest fraction of the L2 cache for which x counts as fitting. x is read in random order and should stay in the
+cache; dy is read once. The lab has no page for this number."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at a time. If some inputs have more
-consumers, a CTA reads two consumers per input at a time. Chosen by hand (docs/lab/2026-11-22-logic.md describes the
-effect of these numbers); not tuned."""
+"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at once. If an input has more
+consumers, a CTA reads two per input at once. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +311,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # An input's consumers are followed in the array by the next input's consumers. These may be read, but are
-            # not added.
+            # The next input's consumers follow in the array. They may be read, but are not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]

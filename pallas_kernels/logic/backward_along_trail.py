@@ -1,7 +1,8 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders.
 
-A CTA takes consecutive inputs of the trail, and starts all its loads at once. Every input must have two consumers, or
-every input must have four. The formulas and the arguments are described in `backward`.
+A CTA takes consecutive inputs of the trail, and loads their rows of x and the rows of their consumers into registers,
+all at once. It computes dx in registers, and sums dc over the lanes in shared memory. Every input must have two
+consumers, or every input four. `backward` describes the formulas and the arguments.
 """
 
 import dataclasses
@@ -29,18 +30,16 @@ from pallas_kernels.logic.forward import unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
-"""The numbers of consumers per input that the kernel supports."""
 _MAX_BLOCKS = 8
-"""Maximum number of lane blocks of `LANES` per CTA: 1024 examples. Twice this number was slower:
-docs/lab/2026-11-22-logic.md."""
+"""Maximum number of lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
-"""Maximum number of bytes of dy that a thread reads for one input. In half precision, a CTA therefore has more lane
-blocks. Not tuned."""
+"""Maximum number of bytes of dy that a thread reads per input. In half precision, a CTA therefore has more lane blocks.
+Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes that a thread loads at once: one example in float32, two in half precision. With one example per load in half
-precision, threads wait longer than in float32, although they load half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes per load of a thread: one example in float32, two in half precision. With one example per load, half precision
+waits longer than float32, although it loads half the bytes: docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
-"""Number of rows of shared memory per CTA. They hold the sums of at most four gates."""
+"""Number of rows of shared memory per CTA, for the sums of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +66,7 @@ def _heuristic(dy, coefficients, graph, x):
     consumers, length = graph.max_fan_out, _block_length(x)
     examples = LANES * min(_MAX_BLOCKS, _MAX_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # A CTA has eight consumers for short rows and four for long rows, so that about the same number of loads is in
-    # flight.
+    # A CTA has eight consumers for short rows and four for long rows, so that similar numbers of loads are in flight.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return Config(inputs, blocks, length)
 
@@ -78,7 +76,7 @@ def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
     """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs. If dx is not wanted, it reads only these gates."""
+    trail leaves these inputs. If dx is unused, it reads only these gates."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
@@ -129,12 +127,12 @@ def gradients_along_trail(
 
 
 def _gather_gates(sums, graph, config):
-    """Return dc in the order of the gates, given the sums of all CTAs in the order of the trail."""
+    """Return dc in the order of the gates, from sums in the order of the trail."""
     consumers_per_input, gates_per_input, place = graph.max_fan_out, graph.max_fan_out // 2, graph.trail_places
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # If the trail leaves an input through a gate that reads it as its b, the CTA computed this gate's sums with a and b
-    # exchanged. The sums of dy a and dy b are therefore exchanged back.
+    # If the trail leaves an input through a gate that reads it as its b, the CTA exchanged a and b, so the sums of dy a
+    # and dy b are exchanged back.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

@@ -1,13 +1,12 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes. Eight neighboring threads, an octet, make 16-byte accesses in one cycle if all
-use different banks. A row takes 16 bytes, so two rows use the same banks if their indices are equal mod 8. If an octet
-accesses several rows with the same residue mod 8, each row after the first takes one more cycle.
+Shared memory has 32 banks of 4 bytes. An octet, eight neighboring threads, makes 16-byte accesses in one cycle if they
+use different banks. A row takes 16 bytes, so two rows conflict if their indices have equal residues mod 8. Each further
+row with an equal residue takes another cycle.
 
-The gates of a layer may be assigned to its lanes in any order, and a gate's lane determines its row. The gates of one
-octet read their inputs a at the same time, and then their inputs b. A gate's position within its octet is also the
-residue of its row mod 8. The residue determines with which other rows this row conflicts when the next layer reads it.
-The rows to which the gate writes gradients have the same residue.
+A gate's lane determines its row, and the gates of a layer may be assigned to lanes in any order. The gates of an octet
+read their inputs a at one time, and their inputs b at another. A gate's position within its octet is the residue of its
+row mod 8. It determines the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -16,23 +15,20 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Number of threads whose 16-byte accesses are served together. It is also the number of groups of four banks, and thus
-of residues."""
+"""Number of threads whose 16-byte accesses are served together, and number of residues."""
 _SWEEPS = 2
-"""Number of passes over the octets of a layer that assign residues to gates. Chosen by hand: with one pass, a tick
-takes 1.6% more cycles; with three, 0.1% fewer."""
+"""Number of passes that assign residues to a layer's gates. Chosen by hand: with one pass, a tick takes 1.6% more
+cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
-"""Weight of the next layer's reads in the cost of equal residues. Two reads of rows with the same residue, by any gates
-of the next layer, cost this fraction of two gradients with the same residue that one octet reads together. Chosen by
-hand for the published checkerboard automaton, where reads take three times as many cycles."""
+"""Cost of two reads of equal residues in the next layer, relative to two gradients of equal residues that one octet
+reads together. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
-"""Smallest decrease of the cost for which two gates exchange their residues."""
+"""Smallest decrease of the cost for which two gates exchange residues."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the number of cycles in which shared memory serves one 16-byte access per lane. Lane i accesses row
-    `rows[i]`."""
+    """Return the cycles of one 16-byte access per lane to shared memory. Lane i accesses row `rows[i]`."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -43,13 +39,12 @@ def cycles(rows: np.ndarray) -> int:
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
-    """Return, for each layer, an order of its gates that avoids bank conflicts. The order of the last layer is
-    unchanged.
+    """Return an order of each layer's gates that avoids bank conflicts. The last layer keeps its order.
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, an array `(2, gates)`. An input's gradient is summed over the input's consumers in a fixed
-        order. Each entry is the position of a gate in this order, for its input a or for its input b.
+      turns: for each layer, `(2, gates)`. An input's gradient is summed over its consumers in a fixed order. An entry
+        is a gate's position in this order, for its input a or b.
       rows: for each input of the first layer, its row of shared memory. The rows of other layers begin at multiples of
         8.
     """
@@ -59,8 +54,8 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs sums its gradients turn by turn, one consumer per turn. Two gradients have equal numbers if
-        # one octet reads them in the same turn.
+        # An octet of inputs sums its gradients one consumer per turn. Gradients have equal numbers if an octet reads
+        # them in one turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -68,19 +63,18 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return a list of octets of gates, followed by a list of the remaining gates. If all residues are equally
-    frequent, no residue occurs twice among the inputs a of an octet, nor among its inputs b.
+    """Return octets of gates, followed by the list of remaining gates. If all residues are equally frequent, no residue
+    occurs twice among the inputs a of an octet, nor among its inputs b.
 
-    This is an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of the inputs a and of
-    the inputs b, its edges are the gates, and the octets are the colors. A residue of a is free in an octet if no gate
-    of the octet has an input a with this residue, and likewise for b. A gate joins an octet in which the residues of
-    its a and its b are both free. If there is none, it joins an octet in which the residue of its a is free, and
-    displaces the gate of this octet whose b has the same residue. The displaced gate moves to an octet in which this
-    residue of b is free, where it may displace another gate. The displaced gates alternate between these two octets
-    until no gate is displaced.
+    This is an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of inputs
+    b, its edges are the gates, and the octets are the colors. A residue of a is free in an octet if no gate of the
+    octet has an input a with this residue; likewise for b. A gate joins an octet in which both its residues are free.
+    If there is none, it joins an octet in which its residue of a is free, and displaces the gate with an equal residue
+    of b. The displaced gate moves to an octet in which this residue of b is free, where it may displace another gate.
+    Displaced gates alternate between these two octets until no gate is displaced.
 
     Args:
-      a, b: for each gate, the residue of the row of its input a, and of its input b.
+      a, b: for each gate, the residue of its input a, and of its input b.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -117,21 +111,19 @@ def _lowest(bits):
 
 
 def _roles(layer, inputs):
-    """Return, for each input, how many gates read it as their a, and how many read it as their b."""
+    """Return how many gates read each input as their a, and as their b."""
     return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 
 def _with_residues(octets, readers, roles):
-    """Return an order of the gates in which a gate's position within its octet is its residue. The residues are chosen
-    for few bank conflicts.
+    """Return an order of the gates in which a gate's position within its octet is its residue.
 
-    The octets are visited one after another. In each octet, gates exchange residues as long as an exchange lowers the
-    cost.
+    In one octet after another, gates exchange residues as long as an exchange lowers the cost of bank conflicts.
 
     Args:
       octets: the result of `_octets`.
       readers: `(2, gates)`, a number for each gradient that a gate writes. Gradients that an octet reads together have
-        the same number.
+        equal numbers.
       roles: the result of `_roles`.
     """
     *octets, rest = octets
@@ -146,8 +138,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If the next layer reads one residue more often than others, some of its octets read two rows with this
-            # residue.
+            # If the next layer reads one residue more often than others, some octets read two rows with this residue.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -155,7 +146,7 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Assign a different row of `cost` to each column, such that no exchange of two rows lowers the total cost."""
+    """Assign a different row of `cost` to each column, such that no exchange of two rows lowers the total."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

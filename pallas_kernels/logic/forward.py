@@ -1,13 +1,11 @@
-"""Forward of a layer of two-input gates. Features are the first axis: each input and each output is one row of
-examples.
+"""Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
-Gate g computes `y = c0 + c1 a + c2 b + c3 a b` from its inputs a and b, with four coefficients c0 to c3 per gate. A CTA
-computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into registers and
-writes the outputs. The kernel does not use shared memory.
+A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
+registers, computes `y = c0 + c1 a + c2 b + c3 a b` for each gate, and stores y. It does not use shared memory.
 
-The batch is the slow axis of every grid: all gates are computed for one lane block before the next block begins. The
-gates read this block of x in random order. The block is read from device memory once, and then stays in the L2 cache.
-docs/kernels/logic.md explains what limits the speed of the kernel, and docs/lab/2026-11-22-logic.md lists experiments.
+The batch is the slow axis of the grid: all gates are computed for one lane block before the next. The gates read this
+block of x in random order, from the L2 cache after the first read. docs/kernels/logic.md explains what bounds the
+kernel, and docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -25,9 +23,8 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Number of output elements per CTA, which is its number of gates times the length of its lane block. If the lane block
-is shorter, a CTA has more gates, so that it still has many loads in flight. Chosen from the numbers of gates measured
-in docs/lab/2026-11-22-logic.md."""
+"""Number of output elements per CTA: gates times examples. With a shorter lane block, a CTA has more gates, so that it
+still has many loads in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +41,12 @@ class Config:
 
 
 def lane_block_length(x: Array) -> int:
-    """Return the length of a lane block: the longest vector that divides a row of x and that a warpgroup reads with one
-    load per thread."""
+    """Return the length of the longest vector that divides a row of x and takes one load per thread."""
     return LANES * largest_divisor(x.shape[1] // LANES, _LOAD_BYTES // x.dtype.itemsize)
 
 
 def unsupported_batch(x: Array) -> str | None:
-    """Return the reason why the gate kernels do not support the batch, or None."""
+    """Return why the gate kernels do not support the batch, or None."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 
@@ -60,7 +56,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # A CTA has at least two gates, so that the loads of both are in flight at once.
+    # With at least two gates, the loads of both are in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -69,11 +65,11 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
 
     Here g is a gate, a[g] and b[g] are its inputs, c holds the coefficients, and n is an example. CTAs take the gates
-    in the order of the Euler trail. If two neighboring gates of a CTA share an input, the CTA reads this input once.
+    in the order of the Euler trail, so that neighboring gates share reads of an input.
 
     Args:
       coefficients: `(gates, 4)`.
-      graph: the wires, with the same number of gates.
+      graph: the wires.
       x: `(inputs, N)`, whose batch N is a multiple of `LANES`.
 
     Returns:

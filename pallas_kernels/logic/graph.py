@@ -9,26 +9,26 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """A pytree that lists the two inputs of each gate and the consumers of each input. It also lists gates and inputs
-    in the order of an Euler trail, which is a walk over the edges of the graph.
+    """The inputs of each gate and the consumers of each input, also in the order of an Euler trail, a walk over all
+    edges.
 
-    Gate g is a consumer of its two inputs. It has the number 2 g as a consumer of its input a, and the number 2 g + 1
-    as a consumer of its input b. All arrays are int32.
+    Gate g has the number 2 g as a consumer of its input a, and the number 2 g + 1 as a consumer of its input b. All
+    arrays are int32.
 
     Attributes:
       a, b: `(gates,)`, the index of each gate's input a, and of its input b.
       consumers: `(2 gates,)`, the numbers of all consumers, sorted by input. The consumers of input i are at
-        `offsets[2 i] : offsets[2 i + 2]`. The consumers before `offsets[2 i + 1]` read input i as their a, the others
-        as their b.
+        `offsets[2 i] : offsets[2 i + 2]`. Those before `offsets[2 i + 1]` read input i as their a, the others as their
+        b.
       partners: `(2 gates,)`, for each entry of `consumers`, the index of the gate's other input.
       offsets: `(2 inputs + 1,)`, the bounds of each input's ranges in `consumers`.
-      trail: `(3, gates)`, three rows: the gates in the order of the trail, their inputs a, and their inputs b.
-        Neighboring gates usually share an input.
+      trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
+        usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
       trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
-        input, the gates through which the trail leaves this input come first.
+        input, the gates through which the trail leaves it come first.
       trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail passes through it.
-      regular: whether all inputs have the same number of consumers.
+      regular: whether all inputs have equally many consumers.
       max_fan_out: largest number of consumers of an input.
     """
 

@@ -4,8 +4,8 @@
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
-gradients. A CTA has one gate per thread, and a thread keeps all values of its gate in registers. All arrays are read or
-written once, whereas XLA would read the logits once for each sum over the functions.
+gradients. A thread loads the values of one gate, and keeps them in registers. Each array is read or written once,
+whereas XLA would read the logits once for each sum over the functions.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Number of float32 elements in a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Number of float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
 """Smallest number of gates for which the kernels are faster than XLA. For several layers with fewer gates, XLA computes
-the coefficients of all layers as a single matrix product, in fewer launches. Measured with 8,000 and 64,000 gates:
+all coefficients as one matrix product, in fewer launches. Measured with 8,000 and 64,000 gates:
 docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A config without fields. A CTA has as many gates as threads, so there is nothing to choose."""
+    """A config without fields, because a CTA has as many gates as threads."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:
@@ -54,7 +54,7 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`. The arguments have the same meaning as in `mixture_gradient`."""
+    """Return c, `(*gates, 4)`. `mixture_gradient` describes the arguments."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
@@ -63,7 +63,7 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
     """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
-      dc: `(*gates, 4)`, float32, the gradient with respect to the coefficients.
+      dc: `(*gates, 4)`, float32.
       logits: `(*gates, functions)`, float32.
       table: for each function, its four integer coefficients.
     """
@@ -71,8 +71,8 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 
 def _launch(function, *arrays, table, width, name):
-    """Launch a kernel that computes `function(*columns, table)`, with one gate per lane. `function` maps the columns of
-    each array to `width` columns of the result."""
+    """Launch a kernel for `function(*columns, table)`, with one gate per lane. `function` maps the columns of each
+    array to `width` columns of the result."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]
@@ -116,8 +116,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u changes only the rounding errors of the result. Without it,
-    # `u - Σ p u` would lose digits to cancellation if this function's p is nearly 1.
+    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would lose
+    # digits to cancellation if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

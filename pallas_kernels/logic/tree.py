@@ -1,7 +1,7 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
-A tree of depth d has `2^d` leaves. Gate g of a level reads two values of the level before: value 2 g as its a, and
-value 2 g + 1 as its b. In `c`, the coefficients of all gates are listed level by level, with the root last.
+A tree of depth d has `2^d` leaves. Gate g of a level reads values 2 g and 2 g + 1 of the level before as its a and b.
+The argument `c` lists the coefficients of all gates level by level, with the root last.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves), the gradients with respect to the coefficients and with respect to the leaves.
+    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves.
 
-    If dy is the gradient with respect to a gate's value, the gate's entry of dc is `dy (1, a, b, ab)`. `levels` is the
-    result of `levels_of_tree`, and the argument `dy` is the gradient with respect to the root's value.
+    A gate's entry of dc is `dy (1, a, b, ab)`, where dy is the gradient with respect to the gate's value. The argument
+    `dy` is the gradient with respect to the root's value, and `levels` is the result of `levels_of_tree`.
     """
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
