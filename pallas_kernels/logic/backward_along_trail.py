@@ -30,6 +30,7 @@ from pallas_kernels.logic.forward import unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
+"""Supported numbers of consumers per input."""
 _MAX_BLOCKS = 8
 """Maximum number of lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64

@@ -116,8 +116,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would lose
-    # digits to cancellation if this function's p is nearly 1.
+    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would
+    # lose digits to cancellation if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

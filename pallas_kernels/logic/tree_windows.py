@@ -1,7 +1,4 @@
-"""Positions of trees of gates in an image and in its pooling windows, and the loads of their leaves.
-
-The kernels of `trees` and of `trees_input_gradient` share these functions.
-"""
+"""Positions of trees of gates in an image and in its pooling windows, and the loads of their leaves."""
 
 import dataclasses
 import itertools
@@ -16,16 +13,15 @@ from pallas_kernels.core.gathers import columns, gather_elements, lane_and_colum
 from pallas_kernels.core.layouts import LANES
 
 _MAX_LEAVES = 16
-"""Maximum number of leaves per tree. The tree's 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Maximum number of leaves per tree, whose 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Maximum number of positions per pooling window. The tree is evaluated at one position after another in unrolled code.
-Chosen by hand, for windows up to 3 x 3; not tuned."""
+"""Maximum number of positions per pooling window, at which unrolled code evaluates the tree. Chosen for windows up to
+3 x 3; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of rows per CTA. They are rows of the image for `input_gradient`, and rows of the pooled output for the
-    other kernels."""
+    """Number of rows per CTA: rows of the image for `input_gradient`, and of the pooled output for other kernels."""
 
     rows: int
 
@@ -58,12 +54,12 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the index of the pixel at which the tree at the first position of a pooling window begins. Pixels of
-        the padded image are numbered in row-major order."""
+        """Return the first pixel of the tree at the first position of a pooling window. Pixels of the padded image are
+        numbered in row-major order."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return how many pixels after `first` the tree at a position of the pooling window begins."""
+        """Return the distance in pixels from `first` to the tree at a position of the pooling window."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
@@ -74,7 +70,7 @@ class Geometry:
 
 
 class Tree:
-    """The coefficients and leaf positions of one kernel's tree, in registers."""
+    """One tree's coefficients and leaf positions, in registers."""
 
     def __init__(self, c_ref: Any, pixels_ref: Any, k: Any):
         gates, count = c_ref.shape[1], pixels_ref.shape[1]
@@ -82,18 +78,16 @@ class Tree:
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: Geometry) -> list[list[Array]]:
-        """Load the leaves of the tree at all positions of the pooling window that begins at pixel `first`. Return one
-        list of leaves per position."""
+        """Load the leaves at each position of the pooling window that begins at pixel `first`."""
         steps = [geometry.step(place) for place in geometry.places]
-        # One address per leaf is enough, because the leaf's rows at the other positions are constant distances away.
+        # One address per leaf is enough, because the other positions are constant distances away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the leaves of the tree at a separate position for each lane, for the pooling window that begins at pixel
-        `first`.
+        """Load the leaves at a separate position for each lane, for the pooling window that begins at pixel `first`.
 
         Args:
           numbers: the flattened image.
@@ -112,8 +106,8 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return the reason why the kernels do not support the trees or the pooling window, or None. `leaves` is the shape
-    `(kernels, leaves, 3)` of the leaves."""
+    """Return why the kernels do not support the trees or the pooling window, or None. `leaves` is a shape,
+    `(kernels, leaves, 3)`."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -127,8 +121,8 @@ def as_rows(x):
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `body(row, columns, carry) -> carry` for all pooling windows in the rows from `first` to `last`, excluding
-    `last`. Each row has `columns` windows. A call gets the columns of `columns_per_turn` neighboring windows."""
+    """Call `carry = body(row, columns, carry)` for all pooling windows in rows `first` to `last - 1`. Each call gets
+    the columns of `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

@@ -2,13 +2,13 @@
 the last axis of images: `(channels, height, width, N)`.
 
 Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
-one block of examples. It evaluates the kernel's tree in registers, which also hold the tree's coefficients and the
-positions of its leaves. For each leaf and position, the CTA reads one vector of examples. With an or-pool, the CTA
-evaluates the tree at all positions of a pooling window, and writes the largest value and its index.
+128 examples. It loads the kernel's coefficients and leaf positions into registers, and then one vector of examples for
+each leaf and position. It evaluates the tree in registers at all positions of a pooling window, and writes the largest
+value (an or-pool) and its index.
 
-For each pooling window, a CTA of `leaf_gradients` recomputes the tree at the position that this index selects. It sums
-the gradients with respect to the coefficients in registers, and writes the gradients with respect to the leaves to
-device memory. `trees_input_gradient` adds these up to the gradient with respect to the image.
+For each pooling window, a CTA of `leaf_gradients` recomputes the tree at this index. It sums the gradients with respect
+to the coefficients in registers, and writes the gradients with respect to the leaves to device memory.
+`trees_input_gradient` adds these up to the gradient with respect to the image.
 """
 
 import functools
@@ -28,11 +28,11 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, unsupported, visit_windows
 
 _PROGRAMS = 4
-"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. If a thread has 128 registers, four CTAs fill the 65536
-registers of a multiprocessor."""
+"""Wanted number of CTAs of `leaf_gradients` per multiprocessor, whose 65536 registers are four CTAs with 128 registers
+per thread."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Maximum number of windows whose leaves a CTA of `leaf_gradients` reads at once. Chosen by hand; not timed separately
-(docs/lab/2026-11-22-trees.md)."""
+"""Maximum number of windows whose leaves a CTA of `leaf_gradients` reads at once. Not timed separately:
+docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -58,8 +58,8 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): for each kernel and pooling window, the largest value of the kernel's tree in the window,
-    and the first position with this value.
+    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and the first position with
+    this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
@@ -68,9 +68,8 @@ def forward(
       x: `(channels, height, width, N)` including padding. The batch N is a multiple of `LANES`.
 
     Returns:
-      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and the indices, uint8 of the same shape. The
-      index of position (u, v) in a pooling window is `u * pool[1] + v`. If the window has only one position, indices is
-      None.
+      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and indices, uint8 of y's shape. The index of
+      position (u, v) in a pooling window is `u * pool[1] + v`. For windows of one position, indices is None.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
@@ -131,13 +130,12 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return (dc, dleaves), the gradients with respect to the coefficients and with respect to the leaves.
-
-    It runs only on GPUs and in the simulator.
+    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves. The kernel runs only on GPUs
+    and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
-      places: the indices that `forward` returned, of dy's shape, or None if a pooling window has only one position.
+      places: the indices from `forward`, or None for windows of one position.
       coefficients, leaves, x: as in `forward`.
 
     Returns:
@@ -170,8 +168,8 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """Compute the gradients of the coefficients and of the leaves for one tree, `rows` rows of pooling windows, and a
-    block of examples. A reference to a gradient that is not wanted is None."""
+    """Compute both gradients for tree `k` and `rows` rows of pooling windows. References to unused gradients are
+    None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

@@ -1,8 +1,8 @@
 """The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
 
-A CTA computes the gradient with respect to a band, some rows of one input channel, for one block of examples. It loops
-over the leaves that read this channel, and adds their gradients to rows of shared memory in a fixed order. Each lane is
-one example, so no two threads add to the same element.
+A CTA computes the gradient with respect to a band, which is some rows of one input channel, for 128 examples. It loops
+over the leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order. Each
+lane is one example, so no two threads add to one element. The CTA then writes the band to device memory.
 """
 
 import dataclasses
@@ -25,15 +25,14 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum number of bytes of shared memory for the band of dx, some rows of one channel, that a CTA of `input_gradient`
-computes. With smaller bands, there are more CTAs per multiprocessor, which hide each other's latency better. With even
-smaller bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of a band in shared memory. With smaller bands, a multiprocessor holds more CTAs, which hide
+latency better. In even smaller bands, most leaves would add to two bands. Measured in
+docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Wanted number of bands per multiprocessor, if images have enough rows. Several CTAs are needed because each waits for
-memory most of the time. Chosen by hand; docs/lab/2026-11-22-trees.md measures it together with other changes."""
+"""Wanted number of bands per multiprocessor, because each CTA mostly waits for memory. Chosen by hand;
+docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Maximum number of pooling windows for which a CTA of `input_gradient` fetches a leaf's gradients at once. Not
-tuned."""
+"""Maximum number of pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
 
 
 def _unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
@@ -47,7 +46,7 @@ def _heuristic(dleaves, places, leaves, readers, reader_offsets, *, size, window
     channels, height, width = size
     rows = max(1, min(height, (_BAND_BYTES // (4 * LANES) - 1) // width))
     least_bands = _BANDS * device.target().multiprocessors * LANES / (channels * dleaves.shape[-1])
-    # Make the bands of an image as equal as possible.
+    # The bands of an image are as equal as possible.
     return Config(-(-height // min(height, max(-(-height // rows), math.ceil(least_bands)))))
 
 
@@ -70,12 +69,13 @@ def input_gradient(
     and in the simulator.
 
     Args:
-      dleaves: the gradients of the leaves that `leaf_gradients` returned.
+      dleaves: the gradients of the leaves from `leaf_gradients`.
       places: the argument `places` of `leaf_gradients`.
+      leaves: `(kernels, leaves, 3)`, as in `trees.forward`.
       readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. Each leaf is given as the number `kernel * leaves + leaf`.
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. A leaf has the number `kernel * leaves + leaf`.
       size: channels, height, and width of the image without its padding.
-      padding: number of padding rows above the image, and of padding columns to its left.
+      padding: numbers of padding rows above the image, and of padding columns to its left.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
     bands = _Bands(config.rows, height, width, stride, padding, pool)
@@ -114,16 +114,15 @@ class _Bands:
 
     @property
     def pixels(self) -> int:
-        """Number of pixels of a band."""
         return self.rows * self.width
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Distance from one pooling window to the next, in rows and in columns of the image."""
+        """Distance between pooling windows, in rows and in columns of the image."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range (first, end) of those rows of pooling windows in which a leaf reads pixels of a band.
+        """Return the range (first, end) of rows of pooling windows in which a leaf reads pixels of a band.
 
         Args:
           leaf_row: the row of pixels, relative to the band's first row, that the leaf reads at the first position of
@@ -131,21 +130,19 @@ class _Bands:
           rows: number of rows of pooling windows.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # In the last position of this row of pooling windows, the leaf reads the band's first row or a later row.
+        # At the last position of this row of windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the index of the element of shared memory to which each lane adds a leaf's gradient.
-
-        The element belongs to the pixel that the leaf reads at the lane's position in the pooling window. If this pixel
-        is outside the band, the element is an unused one.
+        """Return the index of the element of shared memory to which each lane adds a leaf's gradient. If the pixel that
+        the leaf reads is outside the band, the element is an unused one.
 
         Args:
           row, column: the pixel, relative to the band's first pixel, that the leaf reads at the window's first
             position.
-          place: index of each lane's position in the window, or None if the window has only one position.
+          place: index of each lane's position in the window, or None for windows of one position.
           lane: number of each lane.
         """
         (s, t), u = self.stride, lane * 0
@@ -161,7 +158,7 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """Compute dx for one band of one channel, and a block of examples."""
+    """Compute dx for one band of one channel."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -183,8 +180,7 @@ def _input_gradient_of_band(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # A leaf reads different pixels in different pooling windows, so the additions for several windows are
-            # independent.
+            # A leaf reads different pixels in different windows, so the additions for several windows are independent.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, old_sum + value, target)

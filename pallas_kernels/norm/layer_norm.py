@@ -3,13 +3,13 @@
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
 Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm (`center=False`)
-omits the mean and the bias. Sums are in float32. A row's mean is computed and stored as its `offset` from the row's
-first element. If values are far from zero, rounding the mean would lose digits of `x - mean`; the offset avoids this.
+omits the mean and the bias. Sums are in float32. A row's mean is stored as its `offset` from the row's first element.
+If values are far from zero, rounding the mean would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
-the gradients of scale and bias over its rows in registers. The sums of the CTAs are then added in a fixed order. A row
-may not fit in registers, so both kernels read it from device memory again for each pass. They do not use shared memory,
-and therefore also run in the interpreter.
+the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. Because
+a row may not fit in registers, both kernels read it from device memory again for each pass. They do not use shared
+memory, and therefore also run in the interpreter.
 """
 
 import dataclasses
@@ -29,14 +29,12 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Maximum number of columns for which a CTA sums the gradients of scale and bias in registers. The sums take 32 of a
-thread's 255 registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Not tuned."""
+"""Maximum number of columns for which a CTA sums the gradients of scale and bias. The sums take 32 of a thread's 255
+registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum number of rows per CTA of `gradients`. With more rows per CTA, there would be fewer CTAs to hide each other's
-latency. Not tuned."""
+"""Maximum number of rows per CTA of `gradients`. More rows would leave fewer CTAs to hide latency. Not tuned."""
 _PROGRAMS = 4
-"""CTAs of `gradients` have more than one row only if there are at least this number of CTAs per multiprocessor. Not
-tuned."""
+"""Least number of CTAs of `gradients` per multiprocessor for which a CTA has more than one row. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class NormaliseConfig:
     """How a CTA reads a row.
 
     Attributes:
-      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
+      vector: number of elements per load of a CTA, a multiple of its number of threads.
     """
 
     vector: int
@@ -55,11 +53,10 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
+      vector: number of elements per load of a CTA, a multiple of its number of threads.
       rows: number of rows per CTA.
-      columns: number of columns for which a CTA writes dx and sums the gradients of the parameters; a multiple of
-        `vector`. A CTA reads all columns of its rows. The CTAs for other columns of the same rows read them from the
-        cache.
+      columns: number of columns of dx per CTA, a multiple of `vector`. A CTA reads all columns of its rows; the CTAs
+        for other columns of these rows read them from the cache.
     """
 
     vector: int
@@ -140,7 +137,7 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward. Let `t = dy * scale`. With means over a row and sums over all rows, the gradients are
+    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows, the gradients are
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
@@ -148,13 +145,12 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: the forward's bias. It is used only with both `with_y` and `center`.
-      offset, inv_std: not used. The kernel recomputes both, because it reads each row several times in any case.
-      with_y: whether to recompute and return the forward's y as well.
+      bias: the forward's bias, used only with both `with_y` and `center`.
+      offset, inv_std: unused. The kernel recomputes both, because it reads each row several times in any case.
+      with_y: whether to recompute and return y.
 
     Returns:
-      dx in x's dtype, float32 dscale, float32 dbias, and y. Without `center`, dbias is None; without `with_y`, y is
-      None.
+      dx in x's dtype, float32 dscale, float32 dbias or None without `center`, and y or None without `with_y`.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -220,8 +216,8 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. It is None if no gradient of a
-    parameter is wanted. `y` is None unless `with_y`, and if y is not used."""
+    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if they
+    are unused."""
 
     dy: Any
     x: Any
@@ -235,8 +231,6 @@ class _BackwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of the kernel `gradients`."""
-
     config: GradientsConfig
     rows: int
     hidden: int

@@ -1,14 +1,11 @@
 """Gradients of the parameters of LayerNorm followed by a dense layer, computed in one pass from sums over the rows.
 
-Let `s = Σ dzᵀ x̂` and `db = Σ dz` be sums over the rows. The sums in dscale and dbias are over the outputs of the dense
-layer. The gradients are
-
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-Here x̂ is the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and
-bias are LayerNorm's parameters. A CTA computes a block of dw, which spans some of the outputs and some of the columns.
-It reads s and w from device memory into registers, writes dw, and sums dscale and dbias over its outputs in registers.
-The sums of the CTAs are then added in a fixed order.
+Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows; the other sums are over the outputs of the dense layer. x̂ is
+the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and bias are
+LayerNorm's parameters. A CTA reads s and w of some outputs and columns from device memory into registers, writes dw,
+and sums dscale and dbias over its outputs in registers. XLA then adds the sums of the CTAs in a fixed order.
 """
 
 import dataclasses
@@ -27,8 +24,7 @@ from pallas_kernels.core.tiles import kernel
 _PROGRAMS = 8
 """Wanted number of CTAs per multiprocessor, if there are enough outputs. Not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA. A CTA's sums are written to memory and read again. With this number of outputs, the sums have
-few bytes compared with s. Not tuned."""
+"""Fewest outputs per CTA, so that a CTA's sums in device memory have few bytes compared with s. Not tuned."""
 _LOADED_OUTPUTS = 4
 """Maximum number of outputs whose s and w a CTA loads at once. Not tuned."""
 
@@ -38,8 +34,8 @@ class Config:
     """How CTAs divide dw.
 
     Attributes:
-      outputs: number of outputs per CTA, a divisor of the number of all outputs.
-      columns: number of columns per CTA, a divisor of the number of all columns. A thread has one or two columns.
+      outputs: number of outputs per CTA, a divisor of all outputs.
+      columns: number of columns per CTA, a divisor of all columns; one or two per thread.
     """
 
     outputs: int

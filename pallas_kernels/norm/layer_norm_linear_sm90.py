@@ -3,11 +3,11 @@
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
 The mean and inv_std are statistics of a row of x. LayerNorm has the parameters scale and bias, and the dense layer has
-the parameters w and b. The weights w stay in shared memory, so the widths of x and z must be small. CTAs are
-persistent, with two warpgroups. In the forward, each warpgroup processes different blocks of 64 rows. A bulk copy
-brings a block into shared memory. The warpgroup loads the block into registers, and the copy of the next block starts.
-The warpgroup normalizes the rows in registers, from which the tensor cores read them, and bulk copies write z. In the
-input gradient, the two warpgroups share each block, and each warpgroup computes half of the block's columns.
+the parameters w and b. The widths of x and z must be small, because w stays in shared memory. CTAs are persistent, with
+two warpgroups. In the forward, each warpgroup computes different blocks of 64 rows. A TMA copy brings a block into
+shared memory. The warpgroup loads it into registers, and starts the copy of the next block. It normalizes the rows in
+registers, from which `wgmma` reads them, and stores z by TMA. In the input gradient, each warpgroup computes half of
+the columns of each block.
 """
 
 import dataclasses
@@ -39,11 +39,10 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Smallest number of rows for which these kernels are faster than separate kernels for LayerNorm and for the dense
-layer. With fewer rows, the separate kernels exchange y through the L2 cache (docs/lab/2026-11-21-norm.md)."""
+"""Smallest number of rows for which these kernels are faster than separate kernels. With fewer rows, the separate
+kernels exchange y through the L2 cache (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
-"""Number of warpgroups per CTA. With two, a thread has 255 registers and spills none; with three, it spills some
-(docs/lab/2026-11-21-norm.md)."""
+"""Number of warpgroups per CTA. With three, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
@@ -53,7 +52,7 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      columns: number of columns of z that a warpgroup stores in shared memory for each bulk copy to device memory.
+      columns: number of columns of z per TMA copy from shared to device memory.
     """
 
     columns: int
@@ -86,7 +85,7 @@ def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None
 
 
 def _aligned_bytes(*sizes: int) -> int:
-    """Return the total bytes of shared memory for buffers of these sizes in bytes, each aligned to `_ALIGNMENT`."""
+    """Return the bytes of shared memory of buffers of these sizes, each aligned to `_ALIGNMENT`."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
@@ -123,10 +122,10 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return z in x's dtype, and each row's float32 offset and inv_std, as `layer_norm.normalise` does.
+    """Return z in x's dtype, and each row's float32 offset and inv_std as `layer_norm.normalise` does.
 
     Args:
-      x: `(rows, hidden)`; the number of rows is a multiple of 64. All arguments have x's dtype.
+      x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
       scale, bias: `(hidden,)`.
       w, b: `(outputs, hidden)` and `(outputs,)`; `hidden` and `outputs` are 128 or 256 each.
     """
@@ -159,7 +158,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """`vectors` holds scale, bias, and b in shared memory, one after another."""
+    """References of `_Forward.body`. `vectors` holds scale, bias, and b in shared memory."""
 
     x: Any
     w: Any
@@ -205,7 +204,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # Wait until every warp has read the stage, before the stage is filled again.
+            # Every warp has read the stage before it is filled again.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -224,7 +223,7 @@ class _Forward:
             plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
 
     def _block(self, refs, x, rows, z_buffer):
-        """Compute z, offset, and inv_std for a block of rows `x` in registers."""
+        """Compute z, offset, and inv_std for a block `x` in registers."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
         hat, offset, inv_std = normalise_rows(x, first_values_of(x), self.eps)
         store(refs.offset.at[rows], offset)
@@ -301,8 +300,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """For each row, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of the columns. Here `t = (dz
-    w) * scale`. `hat` is None if x̂ is not used, which is so if no gradient of a parameter is wanted."""
+    """References of `_InputGradient.body`. `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a
+    row, where `t = (dz w) * scale`. `hat` is None if x̂ is unused, as without gradients of parameters."""
 
     dz: Any
     x: Any
@@ -359,8 +358,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # A wait counts copies in the order in which they started: first the copies of dx, then the copies of
-                # x̂.
+                # A wait counts copies in the order of their start: first dx, then x̂.
                 plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -370,8 +368,7 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Compute dx and x̂ for this warpgroup's half of a block's columns, and start the copies of both to device
-        memory. In the stage of x, dx overwrites x."""
+        """Start the copies of dx and x̂ of this warpgroup's half of a block. In the stage of x, dx overwrites x."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -401,7 +398,7 @@ class _InputGradient:
             plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
-        """Return the given columns of `dz w`. The product sums over both halves of dz's columns."""
+        """Return columns of `dz w`, summed over both halves of dz."""
         half = self.outputs // 2
 
         def multiply(sums):
@@ -413,8 +410,7 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums over half of the columns, and then waits for
-        the sums of the other warpgroup."""
+        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row, and waits for the other."""
         pieces = column_slices(self.hidden // 2)
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):

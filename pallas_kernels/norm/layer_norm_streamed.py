@@ -1,12 +1,10 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory. One pass computes the forward, the backward, or only
 dx.
 
+A CTA is persistent. Groups of rows stream by TMA through a ring of stages in shared memory (`row_stream.py`). The CTA
+loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them in the stage with the results. It
+sums the gradients of scale and bias over its rows in registers, and XLA adds the sums of all CTAs in a fixed order.
 `layer_norm.py` has the formulas, and the reason why a row's mean is stored as an `offset`.
-
-The kernels are persistent: a CTA processes several groups of rows, which stream through a ring of stages in shared
-memory (`row_stream.py`). The CTA loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them
-in the stage with the results. The gradients of scale and bias are summed in registers over the rows of a CTA, and then
-over CTAs in a fixed order.
 """
 
 import dataclasses
@@ -26,15 +24,13 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum number of bytes of shared memory for the rings of all CTAs on a multiprocessor. The number is from the sweeps
-in docs/lab/2026-11-21-norm.md on an H200, whose multiprocessors have 228 KiB each (CUDA C++ Programming Guide, compute
-capabilities)."""
+"""Maximum number of bytes of shared memory for the rings of all CTAs on a multiprocessor. It comes from sweeps on an
+H200, which has 228 KiB per multiprocessor: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
-"""Bytes of shared memory that CUDA reserves per CTA in addition to those that the CTA may use (CUDA C++ Programming
-Guide, compute capability 8.x and newer)."""
+"""Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Bytes of a CTA's shared memory in addition to its ring. Mosaic takes 2 KiB for sums across warps. The remaining 1 KiB
-is more than the barriers need."""
+"""Bytes of a CTA's shared memory in addition to its ring: 2 KiB for Mosaic's sums across warps, and more than the
+barriers need."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -50,7 +46,7 @@ def _unsupported(x: Any, *, arrays: int) -> str | None:
 
 
 def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
-    """Return the config for `arrays` streamed arrays, with at most `stages` stages and `programs` CTAs."""
+    """Return the config for `arrays` streamed arrays, up to `stages` stages and `programs` CTAs."""
     stages = min(stages, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
     program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
@@ -60,7 +56,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group: at least one block, and enough rows for bulk copies of about 8 KiB."""
+    """Return the number of rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -84,8 +80,7 @@ def _backward_unsupported(dy, x, *others, **options):
     return _unsupported(x, arrays=2)
 
 
-# The largest numbers of stages and of CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md,
-# 2026-11-25-norm.md.
+# The largest numbers of stages and CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
 
 
 def _normalise_heuristic(x, scale, bias, *, eps, center):
@@ -187,8 +182,7 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return dx and x̂, both in x's dtype. In one pass, the kernel normalizes x without scale and bias, and computes dx
-    as `input_gradient` does.
+    """Normalize x without scale and bias, and compute dx as `input_gradient` does. Return dx and x̂ in x's dtype.
 
     Args:
       t, x: `(rows, hidden)`; `t = dy * scale`.
@@ -197,8 +191,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """Return (dx,) if eps is None; `x` then holds x̂. Return (dx, x̂) if eps is given; inv_std is then computed from
-    `x`."""
+    """Return (dx,) if eps is None; `x` is then x̂. Otherwise return (dx, x̂), and compute inv_std from `x`."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -222,7 +215,7 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 
 
 def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
-    """Return the shared memory of a ring with stages for these arrays, and the ring's barriers."""
+    """Return the stages of a ring for these arrays, and the ring's barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -281,8 +274,8 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """For blocks that are computed together, overwrite x with dx in the stage and, if `with_y`, dy with y. Return
-        `sums` plus the terms of these blocks."""
+        """For blocks that are computed together, overwrite x with dx and, if `with_y`, dy with y. Return `sums` plus
+        the terms of these blocks."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -293,7 +286,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # Without `center`, or if no gradient of a parameter is wanted, there are fewer sums.
+            # There are fewer sums without `center` or without gradients of parameters.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums
@@ -301,8 +294,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """The body of the kernels that compute dx only. If eps is None, dx is computed from rows of x̂. Otherwise, dx and
-    x̂ are computed from rows of x. x̂ is not written if it is not used."""
+    """The body of the kernels that compute only dx, from x̂ if eps is None, else from x."""
 
     eps: float | None
 

@@ -1,7 +1,7 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block has one row per warp, or one row for the whole warpgroup. It is loaded from a stage in shared memory into
-registers, and converted to float32. The functions of `Block` normalize it in registers, sum over its rows, and compute
+A block has one row per warp, or one row for the whole warpgroup. Its threads load it from a stage in shared memory into
+registers as float32. The functions of `Block` normalize it, sum over its rows by shuffles or shared memory, and compute
 the gradient with respect to its input. The caller stores the results.
 """
 
@@ -29,13 +29,12 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Shape and layout of a block of rows in registers, with functions that load, sum, and broadcast it. The shape is
-    `(rows, hidden / piece, piece)`.
+    """A block of rows in registers, of shape `(rows, hidden / piece, piece)`.
 
     Attributes:
       hidden: number of columns.
       rows: number of rows: one per warp, or one for the whole warpgroup.
-      piece: number of adjacent columns along the last axis of a bulk copy.
+      piece: number of adjacent columns along the last axis of a TMA copy.
       layout: layout of the registers.
     """
 
@@ -54,12 +53,12 @@ class Block:
 
     @property
     def row_layout(self) -> Any:
-        """The layout of one value per row."""
+        """Layout of one value per row."""
         return self.layout.reduce((1,)).reduce((1,))
 
     @property
     def column_layout(self) -> Any:
-        """The layout of one value per column."""
+        """Layout of one value per column."""
         return self.layout.reduce((0,))
 
     def split_columns(self, a: Array) -> Array:
@@ -72,7 +71,7 @@ class Block:
         return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
 
     def load_parameter(self, ref: Any) -> Array:
-        """Load a parameter with one value per column, and repeat it for each row."""
+        """Load one value per column, and repeat it for each row."""
         a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
         return plgpu.layout_cast(a, self.layout)
 
@@ -91,7 +90,7 @@ class Block:
                 ref[row] = jnp.sum(a)
 
     def broadcast_rows(self, a: Array) -> Array:
-        """Repeat one value per row for each of the row's columns."""
+        """Repeat one value per row for each column."""
         return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
 
     def mean(self, a: Array) -> Array:
@@ -99,7 +98,7 @@ class Block:
 
     def partial_sum(self, a: Array) -> Array:
         """Return the part of the sum over the rows that needs no values of other threads. With one row per warp, this
-        is the block `a` without a sum. `sum` computes the rest."""
+        is the block `a`. `sum` computes the rest."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
@@ -108,24 +107,23 @@ class Block:
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A block
-        with one row for the whole warpgroup is computed separately, so that it can use all registers.
+        With one row per warp, all blocks are computed together, so that the latencies of their shuffles overlap. A
+        block with one row per warpgroup is computed separately, so that it can use all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function without arguments that returns the value of `compute`. With one row per warp, each call
-        computes the value again. Otherwise the value is computed once and kept in registers."""
+        """Return a function that returns the value of `compute`. With one row per warp, each call computes it again.
+        Otherwise, it is computed once and kept in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each of several blocks that are computed together. Here `a` is the block's
-        entry of `row_values`, with each row's value repeated along the row. Blocks and results are functions as in
-        `values`."""
+        """Return `operation(block, a)` for each of several blocks. Here `a` is the block's entry of `row_values`,
+        repeated along each row. Blocks and results are functions as in `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -135,8 +133,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return x̂, as functions as in `values`, and the statistics of several blocks that are computed together. If
-        `known_statistics` is None, the statistics are computed from x."""
+        """Return x̂, as functions as in `values`, and the statistics of several blocks. The statistics are computed
+        from x unless they are known."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -153,14 +151,13 @@ class Block:
     def means(
         self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
     ) -> list[tuple[Array, Array | None]]:
-        """For each of several blocks that are computed together, return the means `mean(t * x̂)` and `mean(t)` of its
-        rows. Without `center`, the second is None."""
+        """Return `mean(t * x̂)` and `mean(t)` of the rows of each block. Without `center`, the second is None."""
         projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
         means = [self.mean(t()) if center else None for t in ts]
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return dx of a block, from the results `projection` and `mean` of `means` for this block."""
+        """Return dx of a block, from the block's results `projection` and `mean` of `means`."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)
@@ -168,7 +165,7 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return the `Block` for rows of `hidden` columns, or None if the kernels do not support this number of columns."""
+    """Return the `Block` for rows of `hidden` columns, or None if this number is unsupported."""
     if hidden <= 1024 and hidden % 128 == 0:
         # Each row belongs to one warp, which sums the row without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)

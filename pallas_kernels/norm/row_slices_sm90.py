@@ -1,6 +1,6 @@
 """Blocks of 64 rows in registers, for LayerNorm before a product on Hopper's tensor cores.
 
-The values of a block are computed in slices of `COLUMNS` columns, in float32.
+A warpgroup computes the values of a block in slices of `COLUMNS` columns, in float32.
 """
 
 import functools
@@ -16,10 +16,9 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.norm.statistics import inverse_root
 
 ROWS = 64
-"""Rows per block: the number of rows of a `wgmma` instruction (PTX ISA)."""
+"""Rows per block: the rows of a `wgmma` (PTX ISA)."""
 COLUMNS = 64
-"""Number of columns that are computed at once. In half precision, they fill the 128 bytes of an operand's row in shared
-memory."""
+"""Columns per slice. In half precision, they fill the 128 bytes of an operand's row in shared memory."""
 
 
 def column_slices(width: int) -> list[Any]:
@@ -28,36 +27,36 @@ def column_slices(width: int) -> list[Any]:
 
 
 def columns_of(a: Array, columns: Any) -> Array:
-    """Return the columns in one slice of an array in registers."""
+    """Return a slice's columns of an array in registers."""
     return a[..., columns.start : columns.start + columns.size]
 
 
 def broadcast_rows(a: Array) -> Array:
-    """Broadcast one value per row to a slice of the block."""
+    """Broadcast one value per row to a slice."""
     return lax.broadcast_in_dim(a, (ROWS, COLUMNS), (0,))
 
 
 def broadcast_columns(a: Array) -> Array:
-    """Broadcast one value per column to a slice of the block, in float32."""
+    """Broadcast one value per column to a slice, in float32."""
     return lax.broadcast_in_dim(a.astype(jnp.float32), (ROWS, COLUMNS), (1,))
 
 
 def load_columns(ref: Any, columns: Any) -> Array:
-    """Load one value per column, and broadcast them as `broadcast_columns` does."""
+    """Load and broadcast one value per column."""
     return broadcast_columns(load(ref.at[columns], value_a_column(), optimized=False))
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. Only one of the threads that hold a row has this value. The row's first
-    columns are therefore summed over these threads, with zeros in place of all other values."""
+    """Return the first value of each row. One thread has this value, so the row's threads add it to zeros by
+    shuffles."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return, for each row, the sum of `function(piece)` over all pieces of the row. The values of the pieces are first
-    added element by element, so that one reduction by shuffles is enough."""
+    """Return the sum of `function(piece)` over each row. Pieces are first added element by element, so that one
+    reduction by shuffles is enough."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -1,8 +1,8 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each CTA processes every n-th group of rows. Bulk copies bring a group into a stage while other groups are
-computed. A step overwrites the rows in the stage with the results, and a bulk copy writes the results to device memory.
-For rows after the array's last row, a bulk copy reads zeros and writes nothing.
+With n CTAs, each CTA computes every n-th group of rows. TMA copies bring a group into a stage while other groups are
+computed. A step overwrites the rows in the stage with the results, and a TMA copy writes the results to device memory.
+After the array's last row, a copy reads zeros and writes nothing.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Config:
     """How CTAs process rows.
 
     Attributes:
-      rows: number of rows per group. A group fills one stage and consists of whole blocks (`row_block.py`).
+      rows: number of rows per group, which fills one stage and consists of whole blocks (`row_block.py`).
       stages: number of stages of the ring.
       programs: number of resident CTAs per multiprocessor.
     """
@@ -59,9 +59,9 @@ class Stream:
         """Copy each group of rows to shared memory, and compute `carry = step(first row, stages, wait, carry)` for it.
         Return the last carry.
 
-        A step gets one stage per array of `sources`. After the step has called `wait`, each stage holds the group's
-        rows of the array. The step overwrites one stage per array of `targets`, beginning with the first stage. The
-        results in these stages are then copied to `targets`.
+        A step gets one stage per array of `sources`. After the step has called `wait`, the stages hold the group's
+        rows. The step overwrites one stage per array of `targets`, beginning with the first stage. The results are
+        then copied to `targets`.
 
         Args:
           stages: the ring's buffers, one per array of `sources`.
@@ -90,7 +90,7 @@ class Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The stage that is filled next holds the previous group's results until a bulk copy has read them.
+            # The next stage to fill holds the previous group's results until a TMA copy has read them.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

@@ -1,9 +1,9 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients of both.
 
-`Cells` maps rows and columns of shared memory to elements of the arrays in device memory. `Inputs` gathers the
-neighborhoods of a group of cells from the state, and writes them to the rows of the inputs. `write_next_state` writes
-the rows of the last layer to the next state. `OutputGradients` sums the gradients that the backward of the next tick
-has written for each cell, and writes the sums to the rows of the last layer's gradients.
+Each thread gathers and scatters single elements of a group of cells, between rows of shared memory and arrays in device
+memory. `Inputs` reads the neighborhoods from the state. `write_next_state` writes the outputs of the last layer.
+`OutputGradients` sums the gradients that the backward of the next tick wrote for each cell. The sums are the gradients
+with respect to the outputs of the last layer. `Cells` computes the indices of the elements.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class _StateElements(NamedTuple):
       row, column: position of the element in the rows of the last layer.
       place: index of the element in the state.
       cell: index of the element's cell.
-      valid: whether the element exists. If it does not exist, the indices point to unused elements.
+      valid: whether the element exists. Otherwise, the indices point to unused elements.
     """
 
     row: Array
@@ -38,8 +38,8 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a group of cells. Its rows of shared memory have one column per cell. Indices after the grids' last
-    cell are masked.
+    """A slice of a group of cells. Its rows of shared memory have one column per cell. Cells after the last cell of the
+    grids are masked.
 
     Attributes:
       count: number of cells in the slice.
@@ -64,23 +64,22 @@ class Cells:
 
     @property
     def elements(self):
-        """A `Layer` with one lane for each element of the cells' states."""
+        """A `Layer` with one lane per element of the cells' states."""
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
-        """Return the indices of a part of `elements`, as blocks with one element per lane."""
+        """Return the indices of a part of `elements`, one per lane."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
         column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
-        # If there are padding lanes after the last element, the last layer also has an unused row after its last
-        # channel's row. Padding lanes use this row.
+        # Padding lanes after the last element use an unused row after the last channel's row.
         row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """Return the index of the cell at an offset in rows and columns from `cell`, and whether this cell exists."""
+        """Return the index of the cell at an offset from `cell`, and whether it exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -93,7 +92,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return, for each element of a part of the inputs, its index in the state, and whether it exists."""
+        """Return the index in the state of each element of a part of the inputs, and whether it exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -103,7 +102,7 @@ class Cells:
         return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
-        """Write the gradients with respect to a part of the inputs to `dseen_out`."""
+        """Write the gradients with respect to a part of the inputs."""
         neighbourhood = self.plan.neighbourhood
         lane, column = lane_and_column(part.lanes, self.count)
         lane, cell = lane + part.offset, column + self.first
@@ -118,13 +117,13 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells in a state."""
+    """The neighborhoods of a group of cells."""
 
     team: Team
     state: Any
 
     def load(self, slices):
-        """Load the elements that the cells see: the argument `loaded` of `write`."""
+        """Load the elements that the cells see. The result is the argument `loaded` of `write`."""
         return [
             [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].plan.inputs)
@@ -141,7 +140,7 @@ class Inputs:
 
 
 def write_next_state(new_state, state, fires, last_layer, part, slices):
-    """Write the outputs of the last layer's gates to `new_state`. A cell that does not fire keeps its `state`."""
+    """Write the outputs of the last layer. A cell that does not fire keeps its `state`."""
     for cells in slices:
         elements = cells.state_elements(part)
         outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -154,8 +153,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells. For each cell, the gradient is the cell's dkept
-    plus the entries for this cell in the dseen of the nine cells that see it.
+    """The gradients with respect to the next state of a group of cells: a cell's dkept plus its entries in the dseen of
+    the nine cells that see it.
 
     Attributes:
       fires: 0 for each cell that keeps its state in this tick, or None if all cells fire.
@@ -170,23 +169,22 @@ class OutputGradients:
     dkept_out: Any
 
     def load(self, slices):
-        """Load the `terms` of each part, for each slice: the argument `loaded` of `write`."""
+        """Load the `terms` of each part and slice. The result is the argument `loaded` of `write`."""
         return [
             [self.terms(part, cells) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].elements)
         ]
 
     def terms(self, part, cells):
-        """Load (dkept, dseen, fires) for a part: the terms of the gradients, and whether each cell fires. fires is None
-        if all cells fire."""
+        """Load (dkept, dseen, fires) for a part. fires is None if all cells fire."""
         elements = cells.state_elements(part)
         dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see the cell of an element, yield the index of the element's gradient in that
-        cell's dseen, and whether that cell exists."""
+        """For each of the nine cells that see an element's cell, yield the index of the element's gradient in dseen,
+        and whether that cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
@@ -195,7 +193,7 @@ class OutputGradients:
             yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
 
     def write(self, slices, loaded):
-        """Write the gradients with respect to the outputs of the last layer and with respect to kept states."""
+        """Write the gradients with respect to the last layer's outputs and to kept states."""
         for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
 
@@ -212,5 +210,5 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Gather elements of device memory. Where `valid` is false, the result is arbitrary."""
+    """Gather elements of device memory, which are arbitrary where `valid` is false."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -1,8 +1,8 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
-A CTA computes one group of cells at a time. The group's inputs and gates have rows in shared memory (plan.py).
-`heuristic` chooses the number of cells per group. All rows of a group must fit in shared memory, and there should be
-groups for all multiprocessors. If the rows do not fit even for a group of one cell, the automaton is unsupported.
+A CTA computes one group of cells at a time, whose inputs and gates have rows in shared memory (plan.py). `heuristic`
+chooses the number of cells per group, so that their rows fit in shared memory, and all multiprocessors have groups. If
+the rows of one cell do not fit, the automaton is unsupported.
 """
 
 import dataclasses
@@ -18,30 +18,27 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Number of cells per slice. A group of cells is divided into slices, and each slice has separate rows in shared
-memory. A row of four float32 has 16 bytes, which is a thread's widest access to shared memory (CUDA C++ Programming
-Guide). Longer rows would begin in fewer different banks."""
+"""Number of cells per slice. The slices of a group have separate rows in shared memory. A row of four float32 takes 16
+bytes, a thread's widest access to shared memory (CUDA C++ Programming Guide). Longer rows would begin in fewer
+different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the number of cells per group. Eight cells are two slices, which use the same wires and coefficients.
-A third slice would not fit in shared memory. Groups of fewer than four cells were slower:
-docs/lab/2026-11-22-automata.md."""
+"""Candidates for the number of cells per group. Eight cells are two slices with equal wires and coefficients, and a
+third slice would not fit. Groups of fewer than four cells were slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Latency per group of cells, as the number of cells that could be computed during this time. Not tuned."""
+"""Latency per group, as the number of cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
-"""Largest number of warpgroups per CTA. All of them access the CTA's rows in shared memory, and each computes a part of
-every layer. One warpgroup was slower on large grids of cells: docs/lab/2026-11-22-automata.md."""
+"""Largest number of warpgroups per CTA. Each computes a part of every layer. One warpgroup was slower on large grids:
+docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Maximum number of registers per thread for the sums of the coefficients' gradients. The sums and the values of a step
-then fit in 255 registers together. Not tuned."""
+"""Maximum number of registers per thread for the sums of the coefficients' gradients, which share 255 registers with
+the values of a step. Not tuned."""
 _FORWARD_PROGRAMS = 2
-"""Maximum number of CTAs of the forward per multiprocessor. Three and four CTAs were no faster:
+"""Maximum number of CTAs of the forward per multiprocessor. Three and four were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory per CTA that are left to Mosaic GPU. Chosen by hand; Mosaic GPU's barrier takes fewer
-bytes."""
+"""Bytes of shared memory per CTA left to Mosaic GPU, more than its barrier takes. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum number of consumers per input or gate. The code that sums the gradients from all consumers is unrolled, so it
-becomes longer with each consumer. Not tuned."""
+"""Maximum number of consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +46,10 @@ class Config:
     """Division of a tick among CTAs and warpgroups.
 
     Attributes:
-      cells: number of cells per group: one, two, or a multiple of four. A CTA computes one group at a time.
+      cells: number of cells per group: one, two, or a multiple of four.
       programs: number of CTAs.
-      lanes: largest number of lanes of a layer that one warpgroup computes in one step. Their values must fit in
-        registers.
-      lookahead: number of steps by which wires and coefficients are fetched before the step that uses them.
+      lanes: largest number of lanes that one warpgroup computes per step, whose values must fit in registers.
+      lookahead: number of steps by which wires and coefficients are fetched ahead.
       warpgroups: number of warpgroups per CTA, at most `WARPGROUPS`.
       totals_in_registers: whether a CTA sums the gradients of the coefficients over all its cells in registers, rather
         than in device memory.
@@ -71,12 +67,12 @@ class Config:
         return -(-self.cells // _SLICE)
 
     def rows(self, count: int) -> Any:
-        """Return the declaration of shared memory with `count` rows per slice."""
+        """Return shared memory with `count` rows per slice."""
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
 def unsupported(*arrays: Array, plan: Plan) -> str | None:
-    """Return the reason why the kernels do not support an automaton, or None."""
+    """Return why the kernels do not support an automaton, or None."""
     consumers = max(*plan.output_consumers, plan.neighbour_consumers, plan.centre_consumers)
     if consumers > _MAX_CONSUMERS:
         return f"an input with {consumers} consumers, at most {_MAX_CONSUMERS}"
@@ -90,7 +86,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward. The forward uses the same number of cells per group."""
+    """Return the config of the backward. The forward has equally many cells per group."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):
@@ -100,11 +96,10 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # If a CTA has a single group of cells, there is no earlier group during which it could fetch its first wires,
-        # so it waits for them. These values were fastest in docs/lab/2026-11-22-automata.md.
+        # A CTA waits for its first wires, because there is no earlier group during which it could fetch them. These
+        # values were fastest in docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
-    # 256 lanes and a lookahead of two were faster than 128 lanes and a lookahead of four:
-    # docs/lab/2026-11-23-automata-kernels.md.
+    # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
     in_registers = registers <= _TOTAL_REGISTERS
     return _simulable(Config(cells, programs, lanes=256, lookahead=2, totals_in_registers=in_registers))
@@ -115,15 +110,14 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
     groups = -(-plan.cells // config.cells)
     if groups <= multiprocessors:
         return config
-    # The forward reuses rows, so it needs less shared memory than the backward. Several CTAs may fit on a
-    # multiprocessor.
+    # The forward reuses rows, so that several CTAs may fit on a multiprocessor.
     resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
     turns = -(-groups // (resident * multiprocessors))
     return _simulable(Config(config.cells, -(-groups // turns), lanes=128, lookahead=2))
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, or in the simulator a copy of it with one CTA and one warpgroup.
+    """Return `config`, in the simulator with one CTA and one warpgroup.
 
     The simulator treats each gather or scatter as an access to all rows. With several CTAs or warpgroups, it would
     therefore report data races that do not exist.

@@ -1,17 +1,16 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
-A gate with inputs a and b computes `y = c0 + c1 a + c2 b + c3 ab`. A thread reads the rows of a and b, which may be
-anywhere in shared memory, and writes the row of y. If dy is the gradient with respect to y, the backward computes
+A gate with inputs a and b computes `y = c0 + c1 a + c2 b + c3 ab`. A thread reads the rows of a and b from anywhere in
+shared memory, and writes the row of y. If dy is the gradient with respect to y, the backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The backward visits the layers in reverse. Each consumer of a gate's output writes a gradient, da or db, to a row of
-shared memory. dy is the sum of the rows that the gate's consumers have written, and a table lists these rows. No two
-threads add to the same element, and the order of every sum is fixed. A thread sums dc over the cells of a group. It
-adds the result to a sum over all ticks so far, which each CTA keeps separately in device memory. A CTA with many groups
-of cells may keep its sums in registers until the last group.
+The backward visits the layers in reverse. Each consumer of a gate's output writes its da or db to a separate row of
+shared memory, and a table lists these rows. dy is their sum, in a fixed order and without atomics. A thread sums dc
+over the cells of a group, and adds it to a sum over all ticks so far. Each CTA has a separate sum in device memory. A
+CTA with many groups of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -43,10 +42,10 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, fetched from device memory, with one lane per gate.
+    """Operands of a part's gates, one lane per gate.
 
     Attributes:
-      wires: the numbers of the rows that the gates read as a and b, packed into one integer per gate.
+      wires: the rows that a gate reads as a and b, packed into one integer.
       coefficients: the four coefficients of each gate.
     """
 
@@ -59,7 +58,7 @@ class Circuit:
     """The gates of all layers, for one group of cells.
 
     Attributes:
-      coefficients, wires: the gates' coefficients and wires in device memory.
+      coefficients, wires: arrays in device memory.
       slices: the slices of the group, which hold the gates' rows in shared memory.
     """
 
@@ -94,19 +93,19 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # Read all inputs before the first output is written. The compiler does not know that inputs and outputs are
-        # different rows, and could otherwise not move reads before writes.
+        # All reads come before the first write. The compiler does not know that inputs and outputs are different rows,
+        # and could not reorder them.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates, fetched from device memory.
+    """Operands of the backward of a part's gates.
 
     Attributes:
       gates: the operands of the forward.
-      total: sums so far of the gradients with respect to the coefficients, or None if these sums are in registers.
-      consumers: numbers of the rows to which the gates' consumers write gradients, two row numbers per integer.
+      total: sums of dc so far, or None if these sums are in registers.
+      consumers: the rows to which the gates' consumers write gradients, two row numbers per integer.
     """
 
     gates: _Gates
@@ -116,17 +115,13 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers. The gradients with respect to the gates' inputs are in rows of shared memory. The
-    sums of the gradients with respect to the coefficients are in registers or in device memory, separately for each
-    CTA.
+    """The backward of all layers. Each CTA has separate sums of dc, in registers or in device memory.
 
     Attributes:
       circuit: the forward's gates.
       consumers: array with the tables of `Plan.consumers`.
-      sums: sums of the gradients with respect to the coefficients in registers, with one block for each of `_parts`;
-        None if the sums are in device memory.
-      previous_total, total: arrays in device memory. The sums so far are read from the first, and the new sums are
-        written to the second.
+      sums: sums of dc in registers, one block for each of `_parts`, or None if they are in device memory.
+      previous_total, total: arrays in device memory, from which sums are read, and to which they are written.
       dseen: array to which the gradients with respect to the automaton's inputs are written.
     """
 
@@ -138,13 +133,11 @@ class Backward:
     dseen: Any
 
     def steps(self):
-        """Yield the steps of the backward, from the gradients of the last layer's rows to the gradients of the
-        inputs."""
+        """Yield the steps of the backward, from the last layer to the inputs."""
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # The step before the last layer's first step writes the last layer's inputs, so they cannot be read that
-            # early.
+            # The step before the last layer's first step writes the inputs, so they cannot be read that early.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -165,24 +158,22 @@ class Backward:
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
     def fetch_consumers(self, table, part):
-        """Load the entries of a table for a part's lanes: numbers of the rows to which consumers write gradients, two
-        row numbers per integer."""
+        """Load the entries of a table for a part's lanes."""
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices for which this warpgroup computes a part's gradients. If the coefficients' sums are in
-        registers, the warpgroups may divide the slices among them."""
+        """Return the slices for which this warpgroup computes a part's gradients. Warpgroups may divide the slices if
+        the sums are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
     def read(self, part, fetched):
-        """For each slice, read the rows of the inputs a and b of a part's gates."""
+        """For each slice, read the inputs a and b of a part's gates."""
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
-        """Compute the gradients with respect to a part's inputs and coefficients. `inputs` is the result of `read`, or
-        None if the inputs have not been read yet."""
+        """Compute a part's gradients. `inputs` is the result of `read`, or None before it."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
@@ -197,8 +188,7 @@ class Backward:
         team.once(part, add, None)
 
     def gate_gradients(self, i, part, fetched, inputs):
-        """Write the gradients with respect to the inputs a and b of a part's gates. Return the gradients with respect
-        to their coefficients, summed over the cells."""
+        """Write da and db of a part's gates. Return dc, summed over the cells."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
         gradients, products, slices = [], [], self.slices(part)
         for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
@@ -213,8 +203,7 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return the gradients with respect to the outputs of a part's gates, in layer `i`. For the last layer, these
-        gradients are already in shared memory; for other layers, they are summed over the consumers."""
+        """Return dy of a part's gates in layer `i`. For the last layer, it is already in shared memory."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
@@ -222,7 +211,7 @@ class Backward:
 
     def sum_kernels(self, part, firsts):
         """Write the gradients with respect to the inputs of perception's first layer, summed over the kernels.
-        `firsts[0]` holds the number of the first kernel's row for each lane."""
+        `firsts[0]` has the first kernel's row for each lane."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -233,7 +222,7 @@ class Backward:
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
     def write_inputs(self, table, part, consumers):
-        """Write the gradients with respect to a part of the automaton's inputs to `dseen`."""
+        """Write the gradients with respect to a part of the automaton's inputs."""
 
         def write_slices(slices):
             for cells in slices:
@@ -243,14 +232,13 @@ class Backward:
 
 
 def zero_totals(plan, team):
-    """Return zeros in registers, one block per part, for the sums of the gradients with respect to all coefficients."""
+    """Return zeros in registers for the sums of dc, one block per part."""
     lanes = [part.lanes for _, part in _parts(plan, team)]
     return [plgpu.layout_cast(jnp.zeros((n, 4), jnp.float32), block_layout(n, 4)) for n in lanes]
 
 
 def copy_totals(plan, team, source, destination):
-    """Copy the sums of the gradients with respect to all coefficients from `source` to `destination`, both in device
-    memory."""
+    """Copy the sums of dc from `source` to `destination`, both in device memory."""
     for i, part in _parts(plan, team):
         gates = _gates_of(plan, i, part)
 
@@ -261,11 +249,10 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Add `sums` to the array `before`, and write the result to the array `after`. All three are sums of the gradients
-    with respect to all coefficients; `sums` is in registers, and the arrays are in device memory.
+    """Write `before + sums` to `after`. The sums of dc in `sums` are in registers; the two arrays are in device memory.
 
-    If the warpgroups divide the slices of a part, each has a block with the sums over its slice. The second warpgroup
-    passes its block through rows of shared memory to the first warpgroup, which adds both blocks.
+    If the warpgroups divide the slices of a part, the second warpgroup passes its block through rows of shared memory
+    to the first warpgroup, which adds both blocks.
     """
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
@@ -291,12 +278,12 @@ def add_totals(plan, team, rows, sums, before, after):
 
 
 def _gates_of(plan, i, part):
-    """Return the range of lanes that a part of layer i takes among the lanes of all layers."""
+    """Return a part's range among the lanes of all layers."""
     return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
-    """Return pairs (index of the layer, part) for all parts that this warpgroup computes."""
+    """Return (index of the layer, part) for all parts that this warpgroup computes."""
     return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 
@@ -310,5 +297,5 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _unpack(packed):
-    """Return the two row numbers that `jaxbp` packs into one integer: its lower and its upper 16 bits."""
+    """Return the two row numbers in one integer: its lower and its upper 16 bits."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

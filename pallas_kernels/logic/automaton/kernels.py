@@ -2,12 +2,11 @@
 shared memory.
 
 A CTA computes one group of cells after another. It gathers their neighborhoods from the state in device memory into
-shared memory. In shared memory, each input and each gate has a row, with one float32 per cell of the group (plan.py). A
-thread computes one or several gates of each layer (gates.py), and the warpgroups meet after every layer (schedule.py).
-The forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and then goes
-through the layers in reverse. It writes the gradients with respect to the cells that each cell sees and with respect to
-the coefficients. A cell that does not fire keeps its state in this tick, and the backward also writes the gradient with
-respect to this kept state.
+shared memory, where each input and each gate has a row with one float32 per cell (plan.py). A thread computes one or
+several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer (schedule.py). The
+forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and visits the layers
+in reverse. It writes the gradients with respect to the coefficients, to the cells that each cell sees, and to the state
+that a cell keeps if it does not fire in this tick.
 """
 
 import functools
@@ -42,10 +41,10 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with the same
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
         coefficients share one row. The rows of lanes without a gate are zero.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the numbers of the rows that it
-        reads. Rows are numbered as in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the rows that it reads, numbered as
+        in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -66,7 +65,6 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
 
 def _tick(*refs, program, warpgroup, plan, config):
-    """Compute the cells of a CTA, one group after another."""
     refs, layers = _TickRefs(*refs), plan.forward_layers
     team = Team(config, warpgroup, refs.barrier)
 
@@ -111,19 +109,17 @@ def tick_backward(
 ) -> tuple[Array, Array, Array]:
     """Return (dseen, dkept, total).
 
-    For each cell, dseen holds the gradients with respect to the nine cells that it sees. dkept holds the gradients with
-    respect to the states that cells keep because they do not fire. total holds the gradients with respect to the
-    coefficients.
+    For each cell, dseen has the gradients with respect to the nine cells that it sees. dkept has the gradient with
+    respect to the state that a cell keeps if it does not fire. total has the gradients with respect to coefficients.
 
-    The arguments dseen and dkept are results of the backward of the next tick. Together they are the gradient with
-    respect to the next state: for a cell, this gradient is its dkept plus the entries for this cell in the dseen of the
-    nine cells that see it.
+    The arguments dseen and dkept are results of the backward of the next tick. The gradient with respect to a cell's
+    next state is its dkept plus its entries in the dseen of the nine cells that see it.
 
     Args:
-      coefficients, state, fires: the arguments of `tick`.
+      coefficients, state, fires: as in `tick`.
       wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`. For each row, they list the numbers of the rows to which its
-        consumers write gradients. Two row numbers are packed into one integer, the second in the upper half.
+      consumers: int32, the tables of `Plan.consumers`. For each row, they list the rows to which its consumers write
+        gradients, two row numbers per integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
       total: `(programs, plan.gates, 4)` float32, sums so far of the gradients with respect to the coefficients, per CTA
@@ -150,11 +146,10 @@ def tick_backward(
 
 
 def _tick_backward(*refs, program, warpgroup, plan, config):
-    """Compute the cells of a CTA, one group after another."""
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # If a CTA has several groups of cells, each group adds to the sums in the result. The sums of earlier ticks are
+    # With several groups of cells per CTA, each group adds to the sums in the result. The sums of earlier ticks are
     # therefore first copied to the result.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
@@ -180,11 +175,10 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute the steps that `steps(slices, carry)` yields, for each group of cells of a CTA. `carry` is None or a
-    list, which the steps change in place. Return its final value.
+    """Compute the steps of `steps(slices, carry)` for each group of a CTA's cells. Return the final `carry`, None or a
+    list that the steps change in place.
 
-    `loads` are objects that fetch a group's data and write them to its rows. The data of the next group are fetched
-    while the last steps of this group are computed.
+    `loads` fetch the next group's data during the last steps of a group, and write them to the next group's rows.
     """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 

@@ -1,16 +1,15 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, the
-kernels, and each kernel runs once per channel.
+kernels, and each kernel is evaluated once per channel.
 
-A row holds one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order
-(position in the neighborhood, channel). The rows of the gates follow, layer by layer. Perception's gates are in the
-order (gate, kernel, channel). Every layer is padded to a multiple of a warpgroup's threads. `Plan` derives the first
-row of each layer from the sizes of an automaton.
+A row has one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order (position
+in the neighborhood, channel). The rows of the gates follow, layer by layer. Perception's gates are in the order (gate,
+kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
-The forward reuses the rows of a layer as soon as no later step reads them. In the backward, gradients reuse the rows of
-layers whose backward is finished. The gradient with respect to a row's value is a sum over the row's consumers, which
-are the gates that read it. Each consumer writes its term to a separate row, and tables list the rows of these terms.
+In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
+of layers whose backward is finished. A gradient is a sum over consumers, the gates that read a row. Each consumer
+writes its term to a separate row, and tables list these rows.
 """
 
 import dataclasses
@@ -32,8 +31,8 @@ class Layer:
       first: index of the first row.
       lanes: number of rows, a multiple of a warpgroup's threads. Each lane computes one row.
       count: number of rows with a gate or an input. The other rows are padding.
-      max_consumers: largest number of consumers that a row has.
-      copies: number of consecutive lanes that have the same coefficients.
+      max_consumers: largest number of a row's consumers.
+      copies: number of consecutive lanes with equal coefficients.
     """
 
     first: int
@@ -44,7 +43,6 @@ class Layer:
 
     @property
     def end(self) -> int:
-        """Index of the row after the layer's last row."""
         return self.first + self.lanes
 
     @property
@@ -55,19 +53,18 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of an automaton on a grid. They determine its rows of shared memory.
+    """The sizes of an automaton on a grid, which determine its rows of shared memory.
 
     Attributes:
       batch, height, width: number of grids, and rows and columns of cells per grid.
       channels: number of channels per cell.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
-      perception: for each layer of perception, the number of gates per kernel.
-      update: for each layer of the update, the number of gates.
-      output_consumers: for each layer, the largest number of consumers that an output has. Perception's layers come
-        first. The update's last layer is omitted, because its outputs are the next state.
-      neighbour_consumers: largest number of consumers that an input has in perception's first layer.
-      centre_consumers: largest number of consumers that an input of the center cell has in the update's first layer.
+      perception: number of gates per kernel, for each layer of perception.
+      update: number of gates, for each layer of the update.
+      output_consumers: largest number of an output's consumers, for each layer but the last.
+      neighbour_consumers: largest number of an input's consumers in perception's first layer.
+      centre_consumers: largest number of consumers of an input of the center cell in the update's first layer.
     """
 
     batch: int
@@ -93,13 +90,12 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """Rows of the inputs. At least one row has no input and holds zeros."""
+        """Rows of the inputs, and at least one row of zeros."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros. If a gate or an input has fewer consumers than others, this index fills the rest of
-        its entries in the table of consumers."""
+        """Index of a row of zeros, which fills the unused entries in tables of consumers."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -113,13 +109,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """For each layer, the index of its first row in the array of coefficients; finally, the number of all rows."""
+        """Index of each layer's first row in the array of coefficients, followed by the number of rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """For each layer, the index of its first gate among the lanes of all layers; finally, the number of all
-        lanes."""
+        """Index of each layer's first gate among the lanes of all layers, followed by the number of lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -128,8 +123,7 @@ class Plan:
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """Return a layer with one lane per element of the states of `cells` cells. A state has one element per
-        channel."""
+        """Return a layer with one lane per element of `cells` states. A state has one element per channel."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 
@@ -140,7 +134,7 @@ class Plan:
 
     @functools.cached_property
     def forward_layers(self) -> tuple[Layer, ...]:
-        """The layers in the forward, which reuses the rows of a layer as soon as no later step reads them."""
+        """The layers in the forward, which reuses rows."""
         layers = []
         for layer in self.layers:
             taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
@@ -154,13 +148,11 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows that hold gradients: rows of layers whose backward is finished, and a few rows after the last layer's
-        rows."""
+        """Rows of gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # While these rows are written, other threads still read the inputs of the gates and the gradients that
-            # their consumers have written.
+            # While these rows are written, other threads still read the gates' inputs and their consumers' gradients.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -168,14 +160,14 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        # While the gradients with respect to the inputs of this group of cells are summed, the gradients with respect
-        # to the outputs of the next group are written. They need separate rows.
+        # The gradients of the next group's outputs are written while the gradients of this group's inputs are summed,
+        # so they need separate rows.
         outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The tables of consumers. They lie in one array, in the order of the fields of `ConsumerTables`."""
+        """The tables of consumers, which lie in one array in the order of the fields."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -189,10 +181,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of row numbers. For each lane, it lists `consumers` rows of shared memory, two row numbers per integer.
-
-    The table occupies `(pairs, lanes)` integers of a longer array, from index `first` on.
-    """
+    """A table of `consumers` rows of shared memory for each lane, two row numbers per integer. It is at index `first`
+    of a longer array, as `(pairs, lanes)` integers."""
 
     first: int
     consumers: int
@@ -207,10 +197,10 @@ class ConsumerTables(NamedTuple):
     """Tables that list, for each row, the rows to which its consumers write gradients.
 
     Attributes:
-      layers: one table per layer, for the layer's rows.
+      layers: one table per layer.
       inputs: table for the rows of the inputs.
       kernel_sums: table for the sums over perception's kernels. It lists only the row of the first kernel. The row of
-        each further kernel is `channels` rows after the row of the kernel before it.
+        each further kernel is `channels` rows after the previous kernel's row.
     """
 
     layers: tuple[Table, ...]
@@ -220,13 +210,12 @@ class ConsumerTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRows:
-    """Rows of shared memory that hold gradients.
+    """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the index of the first row to which its gates write gradients. The gradients with respect
-        to the inputs a of all gates come first, followed by the gradients with respect to the inputs b. These rows can
-        be reused when the layer before has read them. The rows of the update's first layer are kept longer, because the
-        gradients with respect to the automaton's inputs are computed last and also need them.
+      firsts: for each layer, the first row to which its gates write gradients: da of all gates, followed by db. These
+        rows can be reused when the layer before has read them. The rows of the update's first layer are kept longer,
+        because the gradients with respect to the automaton's inputs, computed last, also need them.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
         in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
@@ -238,13 +227,12 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        """Number of rows that the backward needs, including the rows of the inputs and of all layers."""
+        """Number of all rows that the backward needs."""
         return self.outputs.end
 
 
 def _gap(taken, size):
-    """Return the lowest row at which `size` consecutive rows begin that lie outside all `(first, end)` ranges in
-    `taken`."""
+    """Return the first of the lowest `size` consecutive rows outside the `(first, end)` ranges in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,9 +1,8 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-A layer is divided into parts. The values of a part's lanes fit in the registers of one warpgroup. Each warpgroup
-computes a list of steps, one per part. The operands of a step are fetched from device memory a few steps earlier. All
-warpgroups meet at a barrier after the last step of a layer, because the next layer reads rows that other warpgroups
-have written.
+A layer is divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes a list of
+steps, one per part, and fetches the operands of each step from device memory a few steps earlier. All warpgroups meet
+at a barrier after a layer, because the next layer reads rows of shared memory that other warpgroups wrote.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class Part:
       offset: index of the part's first lane within the layer.
       lanes: number of lanes.
       is_alone: whether the part has too few lanes to divide them among the warpgroups. All warpgroups then have this
-        same part. Either one of them computes it, or each computes it for one slice of the cells.
+        part. One of them computes it, or each computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
@@ -48,12 +47,11 @@ class Step:
     """The computation of some lanes of a layer, and the fetch of the operands from device memory.
 
     Attributes:
-      fetch: function without arguments that fetches and returns the operands.
-      compute: function of the fetched operands. If `read` is not None, the result of `read` is its second argument.
-      is_last: whether this is the last step of its layer. A barrier follows, because the next layer reads the rows.
-      read: None, or a function of the fetched operands that reads the rows of the step's inputs. It is called after the
-        previous step's computation and before the barrier, so that the rows arrive while the warpgroup waits for the
-        others. The previous step must therefore not write these rows.
+      fetch: function without arguments that returns the operands.
+      compute: function of the operands, and of the result of `read` if there is one.
+      is_last: whether this is the last step of its layer, after which a barrier follows.
+      read: None, or a function of the operands that reads the rows of the step's inputs. It is called before the
+        barrier, so that the rows arrive while the warpgroup waits. The previous step must not write these rows.
     """
 
     fetch: Callable[[], Any]
@@ -76,10 +74,10 @@ class Team:
     barrier: Any
 
     def parts(self, layer):
-        """Yield the parts of a layer that this warpgroup computes, in order."""
+        """Yield the parts of a layer that this warpgroup computes."""
         warpgroups, done = self.config.warpgroups, 0
-        # The mask tells the compiler that the warpgroup's index is small. Instructions can then encode constant offsets
-        # in addresses, which halves the number of registers.
+        # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
+        # addresses, which halves the number of registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -89,8 +87,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Return whether each warpgroup computes the part for one slice. This holds if the part `is_alone` and there
-        are several slices, one per warpgroup. `slices` is the number of slices."""
+        """Return whether each warpgroup computes the part for one of `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -100,31 +97,29 @@ class Team:
         return slices
 
     def divide(self, part, slices, function):
-        """Call `function` with the slices for which this warpgroup computes a part. If the part `is_alone`, either each
-        warpgroup takes one slice, or the first warpgroup takes all slices and the others do not call `function`."""
+        """Call `function` with the slices for which this warpgroup computes a part, if there are any."""
         if part.is_alone and not self.shares_slices(part, len(slices)):
             pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return the result of `function()` for a part. If the part `is_alone`, only the first warpgroup calls
-        `function`, and the others return `otherwise`."""
+        """Return `function()`. If the part `is_alone`, only the first warpgroup calls `function`, and the others return
+        `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
         meet(self.barrier)
 
     def first_fetches(self, steps):
-        """Fetch the operands of the first `lookahead` steps, before any step is computed, and return them."""
+        """Return the operands of the first `lookahead` steps."""
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps in order, and fetch the operands of each step a few steps earlier.
+        """Compute the steps in order, and fetch operands `lookahead` steps earlier.
 
-        `fetched` holds the operands of the first steps. If `is_repeated`, the steps will be computed again, and the
-        last steps fetch the operands of the first steps for this next repetition. Return these operands, or an empty
-        list.
+        `fetched` has the operands of the first steps. If the steps will be repeated, return the operands of the first
+        steps for the repetition; otherwise, return an empty list.
         """
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
