@@ -1,11 +1,10 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
-One CTA writes each element of the table's gradient, so the kernel needs no atomic additions.
+One CTA writes each element of the table's gradient, without atomic additions.
 
 XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. Most runs are short or empty. A CTA
 computes a whole row with a short run, several blocks of features at once, because a CTA per block would take longer to
-launch than to run. A row with a long run has one CTA per block of features. These CTAs come first in the grid, because
-the kernel would otherwise wait for them at its end. A CTA adds gradients in float32 registers, in the order of the
-tokens, without shared memory.
+launch than to run. A row with a long run has one CTA per block of features. These CTAs start first, so that they do not
+finish last. A CTA adds gradients in float32 registers, in the order of the tokens.
 """
 
 import dataclasses
@@ -23,8 +22,7 @@ from pallas_kernels.core.tiles import kernel
 _LONG_RUN = 64
 """Number of tokens from which a run is long. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Number of vectors that are loaded before the first of them is added, because each wait for device memory is long.
-Not tuned."""
+"""Number of vectors that are loaded before the first of them is added, to hide latency. Not tuned."""
 _BLOCKS_AT_ONCE = 8
 """Maximum number of blocks of a short run that a CTA computes at once. Not tuned."""
 
@@ -65,7 +63,6 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
     def body(dy_ref, order_ref, starts_ref, long_rows_ref, dtable_ref, *, program):
         def write(row, first_block, count):
-            """Compute `count` blocks of a row at a time."""
             columns = [pl.ds((first_block + k) * length, length) for k in range(count)]
             first, end = starts_ref[row], starts_ref[row + 1]
             in_flight = _LOADS_IN_FLIGHT // count
@@ -118,7 +115,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 def _long_rows(tokens: int, starts: Array) -> Array:
     """Return the rows with long runs, once each, between entries that equal the number of rows.
 
-    A long run contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested.
+    Only rows at multiples of `_LONG_RUN` are tested, because a long run contains one.
     """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)

@@ -2,12 +2,12 @@
 
 A CTA is persistent: it computes one tile of the result after another. A producer warpgroup copies blocks of both
 operands by TMA into a ring of stages in shared memory. Two consumer warpgroups multiply the blocks with `wgmma`, and
-hold the sums in registers. An epilogue stores the sums of each tile. Two CTAs can form a cluster whose tiles lie one
-above the other. Their tiles need equal blocks of the right operand, and each CTA multicasts half of a block.
+hold the sums in registers. An epilogue stores each tile's sums. Two CTAs can form a cluster of tiles that lie one above
+the other and need equal blocks of the right operand. Each CTA multicasts half of a block.
 
 In the ping-pong schedule, one consumer stores a tile while the other consumer multiplies the next tile. In the
-cooperative schedule, each consumer computes half of a tile's rows. The tile is then twice as large, and the kernel
-reads fewer bytes per product. If the summed axis is split (split-K), there is one result per split.
+cooperative schedule, each consumer computes half of a tile's rows. The tile is then twice as large, so fewer bytes are
+read per product. If the summed axis is split (split-K), there is one result per split.
 
 A kernel is a subclass of `Product`, whose body calls `run`.
 """
@@ -29,19 +29,18 @@ from pallas_kernels.core.tiles import check_divides
 ITEM_BYTES = 2
 """Bytes of a half-precision element."""
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Number of elements of the summed axis per step: half-precision elements in one row of an operand."""
+"""Elements of the summed axis per step, which fill one row of an operand."""
 
 CONSUMERS = 2
-"""Number of consumer warpgroups. The registers of each consumer hold 64 x 256 or 128 x 128 sums."""
+"""Number of consumer warpgroups. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
-"""Index of the producer warpgroup."""
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers, which is 512 for
-one producer thread and two consumer threads. They take 504."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers: 512 for a producer
+thread and two consumer threads together."""
 
 _RASTER_COLUMNS = 2048
-"""Number of columns of the result that concurrent tiles cover, rounded down to a divisor of the result's columns. Half
-and twice this number were slower: docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
+"""Columns of the result that concurrent tiles cover, rounded down to a divisor of the result's columns. Half and twice
+this number were slower: docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,7 @@ class Config:
       stages: number of stages of the ring.
       splits: number of parts of the summed axis.
       cluster: number of CTAs per cluster, 1 or 2.
-      raster: width of a column block, in tiles, or 0 for a single block. The tiles of a column block are computed
-        before the tiles of the next block.
+      raster: width of a column block in tiles; 0 for a single block. One column block is computed after another.
     """
 
     rows: int
@@ -65,24 +63,14 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return the config with clusters of two, for a result with `columns` columns.
-
-        This is best if the result has more tiles than there are multiprocessors.
-        """
+        """Return the config with clusters of two: best if the result has more tiles than there are multiprocessors."""
         # Concurrent tiles then form a square, which shares rows and columns of the operands through the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
 
 class _Tile(NamedTuple):
-    """A tile of the result.
-
-    Attributes:
-      split: index of the part of the summed axis.
-      row, column: the tile's first row and first column.
-      tile_column: the column in units of tiles.
-      first, end: range of steps along the summed axis.
-    """
+    """A tile's split, its first row and column, its column in units of tiles, and its range of steps."""
 
     split: Any
     row: Any
@@ -93,7 +81,7 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of a tile, in units of tiles. Column blocks have `width` tiles per row.
+    """Return a tile's row and column, in units of tiles, in column blocks of `width` tiles per row.
 
     `plgpu.planar_snake` would visit every other column block from its bottom.
     """
@@ -103,14 +91,7 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The product `(rows, summed_size) (summed_size, columns)`.
-
-    Attributes:
-      config: the tiles.
-      rows, columns: size of the result.
-      summed_size: length of the summed axis.
-      multiprocessors: number of multiprocessors of the device.
-    """
+    """The product `(rows, summed_size) (summed_size, columns)`."""
 
     config: Config
     rows: int
@@ -119,7 +100,7 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Number of consumers per tile. With one consumer, the schedule is ping-pong, and all tiles have equally many
+    """Number of consumers per tile. One consumer means the ping-pong schedule, in which all tiles need equally many
     steps."""
 
     def check(self, kernel: str) -> None:
@@ -134,12 +115,11 @@ class Product:
 
     @property
     def steps(self) -> int:
-        """Number of steps along the whole summed axis."""
         return -(-self.summed_size // STEP)
 
     @property
     def tile_rows(self) -> int:
-        """Number of rows of tiles; a cluster's tiles count as one."""
+        """Rows of tiles; a cluster counts as one tile."""
         return -(-self.rows // (self.config.rows * self.config.cluster))
 
     @property
@@ -148,7 +128,7 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles over all splits; a cluster's tiles count as one."""
+        """Tiles of all splits; a cluster counts as one tile."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
@@ -157,7 +137,6 @@ class Product:
 
     @property
     def consumer_rows(self) -> int:
-        """Number of rows per consumer and tile."""
         return self.config.rows // self.consumers
 
     @property
@@ -167,13 +146,13 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand, of which each CTA of a cluster copies a share to all."""
+        """Keyword arguments for copies of the right operand: each CTA of a cluster copies a share to all CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """The ring's barriers: one per turn and stage, at which copies arrive; and one per stage, at which the
-        consumers of the cluster release the stage."""
+        """The ring's barriers: one per turn and stage, at which copies arrive, and one per stage, at which consumers
+        release it."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -192,7 +171,6 @@ class Product:
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
-        """Return the first of these rows, relative to the tile."""
         return warpgroup * self.consumer_rows if self.consumers > 1 else 0
 
     def run(
@@ -208,8 +186,8 @@ class Product:
         """Run the producer and the consumers, each with its share of the registers.
 
         Args:
-          ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step of
-            a tile. `count` counts the steps of all tiles.
+          ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
+            `count` counts the steps of all tiles.
           accumulators: types of each consumer's accumulators.
           spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
             `multiply(stage, *accumulators)` starts a step's products, and returns when the previous step's products
@@ -233,8 +211,7 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`. Return
-        the last count.
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`.
 
         `count` is the number of steps before the tile, including steps of skipped tiles. `turn` is the index of the
         tile's consumer in the ping-pong schedule, else 0.
@@ -251,7 +228,7 @@ class Product:
         return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
-        """Copy the operands' blocks for all steps of a tile. Return the new `count`."""
+        """Copy the operands' blocks for all steps of a tile."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
@@ -270,7 +247,7 @@ class Product:
         turn: Any,
         tile: _Tile,
     ) -> Any:
-        """Multiply all steps of a tile, and pass the sums to the epilogue. Return the new `count`."""
+        """Multiply all steps of a tile, and pass the sums to the epilogue."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):

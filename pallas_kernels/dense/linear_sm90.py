@@ -7,11 +7,9 @@ Here o is an output, x the input, w and b the parameters, and dy the gradient wi
 z or dw by the pipeline of `linear_product_sm90`: TMA copies to shared memory, `wgmma`, and sums in registers.
 
 For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
-cooperative schedule, because a CTA has one tile or tiles of hundreds of steps.
-
-For dw, the summed axis is the outermost axis of both operands, which `wgmma` supports in half precision. The product
-of dyᵀ and columns of ones yields db. The CTAs that read a column of dy share the rows of this sum. The rows are split
-(split-K) until all multiprocessors are busy, and the sums of the splits are added in a fixed order.
+cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The rows are split (split-K) until all
+multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones
+yields db. The CTAs that read a column of dy share the rows of this sum.
 """
 
 import dataclasses
@@ -35,25 +33,25 @@ from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PROD
 _ROWS = 128
 """Rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not divide the
-columns of the result, or if one consumer holds the whole tile."""
+"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 if 256 does not divide the result's
+columns, or if one consumer holds the whole tile."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Smallest number of rows for which the kernels are selected (docs/lab/2026-11-21-dense.md), and smallest number of
-inputs for which the forward is selected. The lab has no measurement for the inputs."""
+"""Fewest rows for which the kernels are selected (docs/lab/2026-11-21-dense.md), and fewest inputs for which the
+forward is selected. The lab has no measurement for the inputs."""
 
 _MAX_STAGES = 6
-"""Maximum number of stages. On Hopper, four stages fit with the largest tiles. Three stages were slower there:
+"""Maximum number of stages. On Hopper, four stages fit with the largest tiles. Three were slower there:
 docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Bytes of shared memory that are reserved: 2 KiB for Mosaic's sums across warps, and more than the barriers need."""
+"""Bytes of shared memory that are reserved: 2 KiB for Mosaic's sums across warps, and 512 bytes for barriers."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds per step of a tile of 128 x 256 on an H200, used only to choose the number of splits. The lab has no
-page for this number; the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Microseconds per step of a tile of 128 x 256 on an H200, to choose the number of splits. The lab has no page for it;
+the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Bytes per microsecond of the splits' sums, used only to choose the number of splits. It is below the rate of a copy
-on an H200. Not tuned."""
+"""Bytes per microsecond of the splits' sums, to choose the number of splits: less than the rate of a copy on an H200.
+Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -81,8 +79,7 @@ def _unsupported_device(config: Config) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `_Forward.body`: arrays in device memory, the ring's stages and barriers, and one buffer for z per
-    consumer in shared memory."""
+    """References of `_Forward.body`. `z_buffers` has one buffer in shared memory per consumer."""
 
     x: Any
     w: Any
@@ -97,7 +94,7 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Product):
-    """The product `z = x wᵀ + b`. A consumer stores its tile in blocks of columns, through shared memory."""
+    """The product `z = x wᵀ + b`, whose tiles are stored in blocks of columns through shared memory."""
 
     consumers = 1
 
@@ -165,10 +162,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: one split, and tiles of 64 or 128 columns that divide the outputs.
-
-    Raises:
-      ValueError: if the config is a different one.
+      config: one split, and tiles of 64 or 128 columns that divide the outputs; else ValueError.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -200,8 +194,7 @@ _ONES = 8
 
 
 class _WeightsGradientRefs(NamedTuple):
-    """References of `_WeightsGradient.body`: arrays in device memory, the ring's stages and barriers, and one block of
-    ones per consumer in shared memory."""
+    """References of `_WeightsGradient.body`. `ones` has one block in shared memory per consumer."""
 
     dy: Any
     x: Any

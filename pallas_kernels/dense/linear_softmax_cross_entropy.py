@@ -2,8 +2,7 @@
 
 A CTA computes one part of a row. In the first kernel, it loops over the part once. Each thread holds maxima and sums of
 exponentials so far in registers, and rescales a sum when its maximum grows. XLA combines the parts of a row. The second
-kernel reads the logits and the statistics, and overwrites the logits with the gradient. Neither kernel stages data in
-shared memory.
+kernel reads the logits and the statistics, and overwrites the logits with the gradient.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""Number of vectors whose loads are in flight at once. A part has at least this number of vectors, if the row has.
+"""Number of vectors whose loads are in flight at once, and fewest vectors per part if the row is long enough.
 `_MAX_PARTS` and `_UNROLLED` come from docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
@@ -207,7 +206,7 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The vectors of one part of a row. Part p has vectors p, p + parts, p + 2 parts, and so on."""
+    """The vectors of one part of a row: part p has vectors p, p + parts, p + 2 parts, and so on."""
 
     length: int
     classes: int
@@ -230,8 +229,8 @@ class _Part:
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros).
 
-        `load_group(group)` loads `unrolled` vectors. For each, it returns whether the vector exists, z, and the mask of
-        columns that are classes, or None if all are. A vector that does not exist repeats the last one.
+        `load_group(group)` loads `unrolled` vectors, the last one repeatedly if there are fewer. For each, it returns
+        whether the vector exists, z, and the mask of columns that are classes, or None if all are.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))

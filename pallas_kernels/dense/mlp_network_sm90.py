@@ -1,10 +1,7 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Activations have one row per example. Each row is padded to a multiple of 32. After a hidden layer's outputs, the row
-contains a 1. The next layer's weight gradient therefore also contains the layer's bias gradient.
-
-`Network` lists each kernel's products of activations and weights. It also divides the shared memory between the rows of
-the layers and the slices of the weights.
+Activations have one row per example, padded to a multiple of 32. A 1 follows a hidden layer's outputs, so that the next
+layer's weight gradient contains its bias gradient.
 """
 
 import dataclasses
@@ -21,30 +18,23 @@ from pallas_kernels.core.layouts import OPERAND_BYTES, operand
 from pallas_kernels.core.mosaic import plgpu
 
 EXAMPLES = 64
-"""Number of examples per CTA: the 64 rows of a wgmma (PTX ISA). It divides the batch size."""
+"""Number of examples per CTA, which divides the batch size: the 64 rows of a wgmma (PTX ISA)."""
 
 _ITEM_BYTES = 4
-"""Bytes of a float32."""
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Number of a layer's inputs per slice of its weights: float32 values in one row of an operand."""
+"""Number of a layer's inputs per slice of its weights, which fill one row of an operand."""
 PIECE_COLUMNS = 128
-"""Number of columns of dx that `forward_and_gradients` computes at once, while the layers' outputs also take shared
-memory. Not tuned."""
+"""Columns of dx that `forward_and_gradients` computes at once, while the outputs also take shared memory. Not tuned."""
 _MAX_STAGES = 8
-"""Maximum number of slices in the ring. Latency bounds the kernels, and more slices bring no speedup
-(docs/lab/2026-11-21-dense.md). Not tuned."""
+"""Maximum number of slices in the ring. More bring no speedup (docs/lab/2026-11-21-dense.md). Not tuned."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that stay free. Mosaic takes 2 KiB for sums across warps, and barriers take less than 1 KiB.
-The rest keeps the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's layers."""
+"""Bytes of shared memory that stay free. Mosaic's sums across warps and barriers take less than 3 KiB. The rest keeps
+the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The ring through which a kernel streams weights.
-
-    Attributes:
-      stages: number of slices in the ring, 1 in `weighed_gradients`.
-    """
+    """The ring through which a kernel streams weights: number of slices, 1 in `weighed_gradients`."""
 
     stages: int
 
@@ -60,7 +50,7 @@ class Network:
     """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs).
 
     Attributes:
-      sizes: number of inputs of the first layer, followed by the number of each layer's outputs.
+      sizes: number of inputs of the first layer, then each layer's number of outputs.
     """
 
     sizes: tuple[int, ...]
@@ -91,7 +81,6 @@ class Network:
 
     @property
     def pieces(self) -> list[int]:
-        """Widths of the pieces in which dx is computed."""
         return [min(PIECE_COLUMNS, self.widths[0] - n) for n in range(0, self.widths[0], PIECE_COLUMNS)]
 
     @property
@@ -116,7 +105,7 @@ class Network:
         return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        """Return the ring's stages, their barriers, and operands of these widths."""
+        """Return the ring's stages and barriers, and operands of these widths."""
         return [
             operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),

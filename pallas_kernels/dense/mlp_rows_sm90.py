@@ -1,7 +1,5 @@
-"""Loads, stores, and softmax for the kernels of a multi-layer perceptron, for the 64 examples of a CTA.
-
-In device memory, an example is a row or a column. An operand of `wgmma` in shared memory has one row per example.
-"""
+"""Loads, stores, and softmax for a perceptron's kernels, for the 64 examples of a CTA. In device memory, an example is
+a row or a column. An operand of `wgmma` in shared memory has one row per example."""
 
 from typing import Any, NamedTuple
 
@@ -15,15 +13,14 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE
 
 
 def read(ref: Any, examples: Any, layout: Any) -> Array:
-    """Load the examples' entries of `ref` into registers."""
     return load(ref.at[examples], layout, optimized=False)
 
 
 def _turned() -> Any:
     """Return the register layout of a slice that is copied from columns in device memory to rows of an operand.
 
-    A warp copies 8 examples by 4 inputs, one element per thread. The 8 examples form one sector of device memory. In
-    the operand, the 4 inputs take 16 bytes of a row, and the 8 rows are in different banks.
+    A warp copies 8 examples by 4 inputs. The 8 examples form one sector of device memory. In the operand, the 4 inputs
+    take 16 bytes of a row, and the 8 rows are in different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
@@ -64,8 +61,8 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    Without the mask, an infinite or NaN input would spread. Its products with the zeros that pad the weights are NaN,
-    and the next layer would add them to every column.
+    Otherwise, an infinite or NaN input would spread to all columns of the next layer, because its products with the
+    zeros that pad the weights are NaN.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
@@ -74,11 +71,8 @@ def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
 class Softmax(NamedTuple):
     """The softmax of each row of logits, in registers.
 
-    Attributes:
-      shifted_logits: logits minus the maximum of their row, and -inf after the last class.
-      exponentials: exponentials of the shifted logits.
-      total: sum of each row of exponentials.
-      label_mask: true in the column of each row's label.
+    `shifted_logits` is the logits minus the maximum of their row, and -inf after the last class. `total` is the sum of
+    a row of exponentials. `label_mask` is true in the column of a row's label.
     """
 
     shifted_logits: Array
@@ -102,10 +96,9 @@ class Softmax(NamedTuple):
 
 
 def valid_labels(labels: Array, classes: int) -> Array:
-    """Return whether each label is the index of a class."""
     return (labels >= 0) & (labels < classes)
 
 
 def spread(values: Array, block: Array) -> Array:
-    """Broadcast a vector with one value per row to the shape of a block."""
+    """Broadcast one value per row to the shape of a block."""
     return lax.broadcast_in_dim(values, block.shape, [0])

@@ -1,13 +1,13 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream through a ring of
-stages in shared memory, in slices of 32 of a layer's inputs. `wgmma` multiplies the activations by the slices. The sums
-are in registers, where bias, ReLU, and softmax are computed. The forward writes the losses, the logits, and each
+A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream by TMA through a
+ring of stages in shared memory, in slices of 32 of a layer's inputs. `wgmma` multiplies the activations by the slices.
+Bias, ReLU, and softmax are computed on the sums in registers. The forward writes the losses, the logits, and each
 layer's outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU,
-and to x. Factors of products are rounded to TF32; sums, softmax, and loss are in float32. Rows are padded to `widths`:
-see `row_widths` in `mlp_network_sm90`.
+and to x. Factors of products are rounded to TF32; the rest is in float32. Rows are padded to `mlp_network_sm90`'s
+`widths`.
 
-Small batches are bound by launches and latencies. For them, one kernel computes the forward and the gradients of each
+Launches and latencies bound small batches. For them, one kernel computes the forward and the gradients of each
 example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and
 computes the parameters' gradients.
 """
@@ -40,8 +40,8 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Maximum number of columns of a wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch size for which one kernel computes the forward and the gradients. One kernel was faster at 1024, and
-slower at 8192: docs/lab/2026-11-21-dense.md."""
+"""Largest batch size for which one kernel computes the forward and the gradients. It was faster at 1024, and slower at
+8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
@@ -65,11 +65,8 @@ def _unsupported_stages(stages: int) -> str | None:
 class _ForwardRefs(NamedTuple):
     """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`.
 
-    Attributes:
-      x, labels, weights, biases: inputs in device memory. Weights and biases are views of one packed array.
-      loss, logits, hidden, gradients, dx: outputs in device memory.
-      stages, loaded: stages and barriers of the ring.
-      operands: rows of x and of each hidden layer's outputs, in shared memory.
+    `weights` and `biases` are views of one packed array. `operands` are rows of x and of each hidden layer's outputs,
+    in shared memory.
     """
 
     x: Any
@@ -93,7 +90,7 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute all layers, and return the logits. A hidden layer writes its outputs to the next layer's operand."""
+    """Return the logits. A hidden layer writes its outputs to the next layer's operand."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -171,14 +168,8 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`.
-
-    Attributes:
-      dy, labels, logits, weights, hidden: inputs in device memory.
-      gradients, dx: outputs in device memory. dx is None if it is unused.
-      stages, loaded: stages and barriers of the ring.
-      operands: rows of the gradients with respect to each layer's sums, in shared memory.
-    """
+    """References of `backward`. `operands` are rows of the gradients with respect to each layer's sums, in shared
+    memory. `dx` is None if it is unused."""
 
     dy: Any
     labels: Any
@@ -236,8 +227,8 @@ def backward(
       logits, hidden: results of `forward`.
 
     Returns:
-      The gradients with respect to the logits and to each hidden layer's sums, last layer first, followed by dx. They
-      have the shapes of the logits, of each h, and of x. Elements after a layer's outputs are zero.
+      The gradients with respect to the logits and to each hidden layer's sums, last layer first, then dx. They have the
+      shapes of the logits, of each h, and of x. Elements after a layer's outputs are zero.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -297,9 +288,6 @@ def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
     """Compute the results of `forward`, and of `backward` for dy = 1.
-
-    Args:
-      x, labels, weights, biases: arguments of `forward`.
 
     Returns:
       loss, logits, and each h as from `forward`, and the gradients of each example's loss as from `backward`. If an

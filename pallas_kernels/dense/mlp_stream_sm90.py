@@ -1,8 +1,8 @@
 """The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
 
 The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. A kernel
-copies one slice after another by TMA to a ring of stages in shared memory. `wgmma` multiplies rows in shared memory by
-the slices, with the sums in registers.
+copies slices by TMA to a ring of stages in shared memory. `wgmma` multiplies rows in shared memory by the slices, with
+the sums in registers.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with the slices, followed by the biases, each padded to the width of its layer's rows."""
+    """Return the slices, followed by the biases, each padded to the width of its layer's rows."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -42,12 +42,11 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The products of a kernel, whose weights stream through a ring.
+    """The products of a kernel, whose weights stream through a ring that no other stream uses.
 
     Attributes:
       products: (inputs, outputs) of each product, in the order of use.
       weights: all slices in device memory. A slice has one row per output.
-      stages, loaded: stages and barriers of the ring, which no other stream uses.
     """
 
     products: list[tuple[int, int]]
@@ -66,7 +65,7 @@ class Stream:
         return self.steps[-1].stop
 
     def ring(self, fetched: range) -> Ring:
-        """Return the ring, which fetches only slices with these indices."""
+        """Return the ring, which fetches only these slices."""
         return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
 
     def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
@@ -86,7 +85,7 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the operand times a product's weights. Products must be computed in the order of `products`."""
+        """Return the operand times a product's weights. Products must be computed in order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While one slice is multiplied, the stage of the previous slice is filled. The first slice has no previous one.
         ahead = self.stages.shape[0] - 1
@@ -99,7 +98,7 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has finished multiplying the previous slice, so its stage may be filled.
+                # Every warp has finished multiplying the previous slice.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

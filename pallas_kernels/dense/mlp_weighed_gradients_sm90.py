@@ -1,9 +1,9 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-One kernel on Hopper's tensor cores computes dx, dw, and db of all layers. A CTA computes one tile of a layer's dw for
-128 examples. It loads these examples' gradients and the layer's inputs, and multiplies the gradients by dy. It stores
-both transposed in shared memory, and multiplies them with `wgmma`. XLA then adds the sums over each 128 examples in a
-fixed order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw for 128 examples. It loads these examples' gradients and the layer's inputs, and
+multiplies the gradients by dy. It stores both transposed in shared memory, and multiplies them with `wgmma`. XLA then
+adds the sums over each 128 examples in a fixed order. A 1 after the inputs of each example yields db as a column of dw.
+Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -26,12 +26,9 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 class _WeighedGradientsRefs(NamedTuple):
     """References of `_WeighedGradients.body`.
 
-    Attributes:
-      dy, x, dx, hidden, gradients: inputs in device memory. dx and `gradients` are gradients of each example's loss.
-      weighed_dx: the output dx times dy.
-      sums: the output dw of each layer, for each 128 examples separately.
-      left, right: transposed gradients and inputs of a tile, in shared memory.
-      tile_stored: barrier at which the warpgroups wait until both have stored their halves of these operands.
+    dx and `gradients` are gradients of each example's loss. The outputs are `weighed_dx` and `sums`, each layer's dw
+    for each 128 examples. `left` and `right` are transposed gradients and inputs of a tile, in shared memory. At
+    `tile_stored`, the warpgroups wait until both have stored their halves.
     """
 
     dy: Any
@@ -48,8 +45,7 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The order in which CTAs compute tiles: first the tiles of dw, layer by layer, then the tiles of dx. A tile of dw
-    has `EXAMPLES x SLICE` elements."""
+    """The order of tiles: first the tiles of dw, `EXAMPLES x SLICE`, layer by layer, then the tiles of dx."""
 
     network: Network
 
@@ -61,7 +57,6 @@ class _WeighedGradients:
 
     @property
     def first_tiles(self) -> list[int]:
-        """Index of the first tile of each layer, and of dx."""
         return [0, *itertools.accumulate(rows * columns for rows, columns in self.grids)]
 
     @property
@@ -70,7 +65,6 @@ class _WeighedGradients:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Shape of each layer's dw, in whole tiles."""
         return [(rows * EXAMPLES, columns * SLICE) for rows, columns in self.grids]
 
     def body(self, *refs, part, tile, warpgroup):
@@ -83,8 +77,7 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of dw for `LANES` examples. Each warpgroup loads half of the examples, and computes half of
-        the tile."""
+        """Compute a tile of dw. Each warpgroup loads half of the examples, and computes half of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)
@@ -102,12 +95,11 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Store a tile of the weighed gradients with respect to a layer's sums, and a tile of the layer's inputs, to
-        shared memory. Both are transposed and rounded to TF32."""
+        """Store a tile of the weighed gradients and of the layer's inputs to shared memory, transposed, as TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # Half of the rows of a layer's last tiles may lie beyond its outputs. This half repeats other rows, and its
-        # sums are unused.
+        # Half of the rows of a layer's last tiles may lie beyond its outputs. They repeat other rows, and their sums
+        # are unused.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:

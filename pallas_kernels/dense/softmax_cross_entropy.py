@@ -1,12 +1,12 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
 A CTA computes a block of examples in registers. The forward loops over the classes three times: for the maximum, for
-the sum of exponentials, and for the loss. It writes the loss, the maximum, and the sum. The backward recomputes the
-softmax from the maximum and the sum, and writes one gradient per class and example.
+the sum of exponentials, and for the loss. The backward recomputes the softmax from the maximum and the sum, and writes
+one gradient per class and example.
 
 Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
-size N is a multiple of `LANES`. If an integer label is not the index of a class, the example's loss is NaN. Its
-gradient is NaN as well, unless dy is 0.
+size N is a multiple of `LANES`. If an integer label is not the index of a class, the loss is NaN. The gradient is NaN
+as well, unless dy is 0.
 """
 
 import dataclasses
@@ -27,12 +27,7 @@ _MAX_UNROLLED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a CTA.
-
-    Attributes:
-      length: number of examples per CTA.
-      unroll: number of classes whose loads are in flight at once.
-    """
+    """Tiles of a CTA: number of examples, and number of classes whose loads are in flight at once."""
 
     length: int
     unroll: int
@@ -55,9 +50,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       labels: `(N,)` or `(classes, N)`.
 
     Returns:
-      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs both. From
-      half-precision probabilities or log(total), rounding would make the gradient of an almost perfectly classified
-      example zero.
+      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs both, because
+      half-precision probabilities or log(total) would round the gradient of a nearly perfect example to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -112,7 +106,6 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
         dy = dy_ref[lanes].astype(jnp.float32)
         gradient = jnp.where(valid | (dy == 0), dy, jnp.nan)
         zero = zeros_like(gradient)
-        # An integer label gives its class the weight 1.
         weight = zero + 1.0 if has_integer_labels else fold_classes(lambda k, s: s + weigh(k, 1.0), zero)
 
         largest, total = largest_ref[lanes], total_ref[lanes]
@@ -137,8 +130,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return `weigh(k, value)`, which multiplies a value by the label's weight for class k, and the mask of valid
-    labels."""
+    """Return `weigh(k, value)`, the value times the label's weight for class k, and the mask of valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
