@@ -8,20 +8,19 @@ coefficients are c[g]. If dy is the gradient with respect to y,
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
 A CTA loads rows of dy and x into registers, and sums over the batch per lane in registers. Then it sums over the lanes,
-in shared memory except in `gradients_by_input`. Three kernels compute both gradients, and two compute one gradient:
+in shared memory except in `gradients_by_input`. The kernels differ in what a CTA computes:
 
-- `gradients_by_gate`: a CTA computes the gradients of a few gates. Every input must have exactly one consumer.
-- `gradients_by_input`: a CTA takes one input, and loops over its consumers. All wires are supported.
-- `gradients_along_trail`, in `backward_along_trail`: a CTA takes consecutive inputs of the Euler trail, and starts all
-  its loads at once. Every input must have two consumers, or every input four.
-- `input_gradient` and `coefficients_gradient`: a CTA takes a few inputs, or a few gates, and has the loads for all of
-  them in flight at once. They are for short rows, for which a CTA mostly waits for its loads.
+- `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
+- `gradients_by_input`: dx of one input and dc of some of its consumers, over which it loops. All wires are supported.
+- `gradients_along_trail`, in `backward_along_trail`: the same for consecutive inputs of the Euler trail, with all loads
+  in flight at once. Every input must have two consumers, or every input four.
+- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates, with all loads in flight at
+  once. They are for short rows, for which a CTA mostly waits for its loads.
 
 Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. If groups of neighboring gates, all of one
-size, share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, `graph` is a `Graph`, and x is
-`(inputs, N)` in dy's dtype. dx has this dtype and dc is float32; both are summed in float32. The batch is the slow axis
-of every grid: see `forward`. docs/kernels/logic.md explains what bounds the kernels, and docs/lab/2026-11-22-logic.md
-lists experiments.
+size, share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx
+has this dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid: see `forward`.
+docs/kernels/logic.md explains what bounds the kernels; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -48,13 +47,11 @@ GATE_SUMS = 4
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the slices of the batch that are a CTA's `blocks` lane blocks. A lane block is a vector along the batch,
-    with `length / LANES` examples per thread."""
+    """Return a CTA's lane blocks: slices of the batch, each a vector of `length / LANES` examples per thread."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
 def load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
-    """Load lane blocks of a row."""
     return [ref[row, block].astype(jnp.float32) for block in lanes]
 
 
@@ -72,7 +69,7 @@ def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, numbered as in `Graph`. Its gate's derivative with respect to the consumed
+    """Return (slope, curve) for a consumer, numbered as in `Graph`: its gate's derivative with respect to the consumed
     input is `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
@@ -117,10 +114,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). The kernel reads each row of dy and x once.
-
-    No two CTAs read equal elements of x, so dx may use the memory of x.
-    """
+    """Return (dx, dc). No two CTAs read equal elements of x, so dx may use the memory of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -141,7 +135,7 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """Launch a kernel whose CTAs have `_GATES` gates and `blocks` lane blocks. Return results like `out`, and dc."""
+    """Launch a kernel whose CTAs have `_GATES` gates. Return results like `out`, and dc."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), GATE_SUMS * _GATES
     *results, dc = launch(
@@ -163,8 +157,7 @@ def _owned_gates(layer_gates, group):
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` lists (gate, index of its
-    input a, index of its input b)."""
+    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` has (gate, a, b)."""
     operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -183,8 +176,8 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Maximum number of examples per CTA. More examples mean fewer sums over lanes and fewer loads of indices. Half this
-number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of examples per CTA. More examples mean fewer sums over lanes and loads of indices. Half this number
+was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +201,8 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc).
-
-    For each gate that reads the input as its a, the CTA also computes dc, because all operands are in its registers. If
-    dx is unused, the CTA skips the gates that read the input as their b.
-    """
+    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a, because it has all operands in
+    registers. If dx is unused, it skips the other gates."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -255,27 +245,20 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch size for which a kernel for dx and a kernel for dc are faster than one kernel for both:
-docs/lab/2026-11-22-trees.md."""
+"""Largest batch size for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
 """The same if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache for which x counts as fitting. x is read in random order and should stay in the
-cache; dy is read once. The lab has no page for this number."""
+"""Largest fraction of the L2 cache for which x counts as fitting, because dy passes through the cache. The lab has no
+page for this number."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at once. If an input has more
-consumers, a CTA reads two per input at once. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
+"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at once: two if an input has more
+consumers. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA.
-
-    Attributes:
-      inputs: number of inputs.
-      consumers: number of consumers per input that the CTA reads at a time.
-      length: number of examples in the lane block.
-    """
+    """Tile of a CTA: inputs, consumers per input that it reads at once, and examples in the lane block."""
 
     inputs: int
     consumers: int

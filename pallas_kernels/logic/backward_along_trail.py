@@ -34,11 +34,10 @@ _CONSUMERS = (2, 4)
 _MAX_BLOCKS = 8
 """Maximum number of lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
-"""Maximum number of bytes of dy that a thread reads per input. In half precision, a CTA therefore has more lane blocks.
-Not tuned."""
+"""Maximum number of bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes per load of a thread: one example in float32, two in half precision. With one example per load, half precision
-waits longer than float32, although it loads half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes per load of a thread. With one example per load, half precision waits longer than float32, although it loads
+half the bytes: docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
 """Number of rows of shared memory per CTA, for the sums of at most four gates."""
 

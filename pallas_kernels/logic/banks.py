@@ -4,9 +4,9 @@ Shared memory has 32 banks of 4 bytes. An octet, eight neighboring threads, make
 use different banks. A row takes 16 bytes, so two rows conflict if their indices have equal residues mod 8. Each further
 row with an equal residue takes another cycle.
 
-A gate's lane determines its row, and the gates of a layer may be assigned to lanes in any order. The gates of an octet
+The gates of a layer may be assigned to lanes in any order, and a gate's lane determines its row. The gates of an octet
 read their inputs a at one time, and their inputs b at another. A gate's position within its octet is the residue of its
-row mod 8. It determines the conflicts when the next layer reads the row, and when gradients are written to it.
+row, which decides the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -17,8 +17,8 @@ import numpy as np
 OCTET = 8
 """Number of threads whose 16-byte accesses are served together, and number of residues."""
 _SWEEPS = 2
-"""Number of passes that assign residues to a layer's gates. Chosen by hand: with one pass, a tick takes 1.6% more
-cycles; with three, 0.1% fewer."""
+"""Number of passes that assign residues to gates. Chosen by hand: with one pass, a tick takes 1.6% more cycles; with
+three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of two reads of equal residues in the next layer, relative to two gradients of equal residues that one octet
 reads together. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
@@ -28,7 +28,7 @@ _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the cycles of one 16-byte access per lane to shared memory. Lane i accesses row `rows[i]`."""
+    """Return the cycles of one 16-byte access per lane to shared memory, from lane i to row `rows[i]`."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -42,11 +42,10 @@ def orders(
     """Return an order of each layer's gates that avoids bank conflicts. The last layer keeps its order.
 
     Args:
-      layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`. An input's gradient is summed over its consumers in a fixed order. An entry
-        is a gate's position in this order, for its input a or b.
-      rows: for each input of the first layer, its row of shared memory. The rows of other layers begin at multiples of
-        8.
+      layers: each layer's inputs `(a, b)` of its gates.
+      turns: for each layer, `(2, gates)`: a gate's position in the order in which the consumers of its input a, or of
+        its input b, are summed.
+      rows: the row of each input of the first layer. The rows of other layers begin at multiples of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -54,8 +53,8 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs sums its gradients one consumer per turn. Gradients have equal numbers if an octet reads
-        # them in one turn.
+        # An octet of inputs sums its gradients one consumer per turn. Gradients that it reads in one turn have equal
+        # numbers.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -72,9 +71,6 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     If there is none, it joins an octet in which its residue of a is free, and displaces the gate with an equal residue
     of b. The displaced gate moves to an octet in which this residue of b is free, where it may displace another gate.
     Displaced gates alternate between these two octets until no gate is displaced.
-
-    Args:
-      a, b: for each gate, the residue of its input a, and of its input b.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -116,15 +112,13 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return an order of the gates in which a gate's position within its octet is its residue.
-
-    In one octet after another, gates exchange residues as long as an exchange lowers the cost of bank conflicts.
+    """Return an order of the gates in which a gate's position within its octet is its residue. In one octet after
+    another, gates exchange residues as long as an exchange lowers the cost of bank conflicts.
 
     Args:
-      octets: the result of `_octets`.
-      readers: `(2, gates)`, a number for each gradient that a gate writes. Gradients that an octet reads together have
-        equal numbers.
-      roles: the result of `_roles`.
+      octets, roles: results of `_octets` and `_roles`.
+      readers: `(2, gates)`, a number for each gradient that a gate writes, equal for gradients that an octet reads
+        together.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)

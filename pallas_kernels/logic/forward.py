@@ -1,11 +1,10 @@
 """Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
 A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
-registers, computes `y = c0 + c1 a + c2 b + c3 a b` for each gate, and stores y. It does not use shared memory.
+registers, computes `y = c0 + c1 a + c2 b + c3 a b` for each gate, and stores y.
 
-The batch is the slow axis of the grid: all gates are computed for one lane block before the next. The gates read this
-block of x in random order, from the L2 cache after the first read. docs/kernels/logic.md explains what bounds the
-kernel, and docs/lab/2026-11-22-logic.md lists experiments.
+The batch is the slow axis of the grid, so that the gates, which read rows of x in random order, find a lane block in
+the L2 cache. docs/kernels/logic.md explains what bounds the kernel; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -23,18 +22,13 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Number of output elements per CTA: gates times examples. With a shorter lane block, a CTA has more gates, so that it
-still has many loads in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
+"""Output elements per CTA, gates times examples. With a shorter lane block, a CTA has more gates, and still many loads
+in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA.
-
-    Attributes:
-      gates: number of gates.
-      length: number of examples in the lane block, a multiple of `LANES`.
-    """
+    """Tile of a CTA: number of gates, and of examples in the lane block, a multiple of `LANES`."""
 
     gates: int
     length: int
@@ -69,7 +63,6 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
 
     Args:
       coefficients: `(gates, 4)`.
-      graph: the wires.
       x: `(inputs, N)`, whose batch N is a multiple of `LANES`.
 
     Returns:

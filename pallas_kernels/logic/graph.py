@@ -10,24 +10,20 @@ from jax import Array
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """The inputs of each gate and the consumers of each input, also in the order of an Euler trail, a walk over all
-    edges.
-
-    Gate g has the number 2 g as a consumer of its input a, and the number 2 g + 1 as a consumer of its input b. All
-    arrays are int32.
+    edges. As a consumer, gate g has the number 2 g for its input a, and 2 g + 1 for its input b. Arrays are int32.
 
     Attributes:
-      a, b: `(gates,)`, the index of each gate's input a, and of its input b.
-      consumers: `(2 gates,)`, the numbers of all consumers, sorted by input. The consumers of input i are at
-        `offsets[2 i] : offsets[2 i + 2]`. Those before `offsets[2 i + 1]` read input i as their a, the others as their
-        b.
-      partners: `(2 gates,)`, for each entry of `consumers`, the index of the gate's other input.
+      a, b: `(gates,)`, the inputs of each gate.
+      consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are at
+        `offsets[2 i] : offsets[2 i + 2]`; the ones before `offsets[2 i + 1]` read it as their a.
+      partners: `(2 gates,)`, the gate's other input for each entry of `consumers`.
       offsets: `(2 inputs + 1,)`, the bounds of each input's ranges in `consumers`.
       trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
         usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
       trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
         input, the gates through which the trail leaves it come first.
-      trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail passes through it.
+      trail_places: `(gates,)`, the index in `trail_consumers` at which the trail passes through each gate.
       regular: whether all inputs have equally many consumers.
       max_fan_out: largest number of consumers of an input.
     """

@@ -4,8 +4,8 @@
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
-gradients. A thread loads the values of one gate, and keeps them in registers. Each array is read or written once,
-whereas XLA would read the logits once for each sum over the functions.
+gradients. A thread loads the values of one gate into registers, and computes on them there. Each array is read or
+written once, whereas XLA would read the logits once for each sum over the functions.
 """
 
 import dataclasses
@@ -29,9 +29,8 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Smallest number of gates for which the kernels are faster than XLA. For several layers with fewer gates, XLA computes
-all coefficients as one matrix product, in fewer launches. Measured with 8,000 and 64,000 gates:
-docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster. XLA computes the coefficients of several smaller layers as one matrix
+product. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +70,7 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 
 def _launch(function, *arrays, table, width, name):
-    """Launch a kernel for `function(*columns, table)`, with one gate per lane. `function` maps the columns of each
-    array to `width` columns of the result."""
+    """Launch a kernel for `function(*columns, table)`, with one gate per lane and `width` columns of results."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]

@@ -15,8 +15,7 @@ from pallas_kernels.core.layouts import LANES
 _MAX_LEAVES = 16
 """Maximum number of leaves per tree, whose 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Maximum number of positions per pooling window, at which unrolled code evaluates the tree. Chosen for windows up to
-3 x 3; not tuned."""
+"""Maximum number of positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the first pixel of the tree at the first position of a pooling window. Pixels of the padded image are
-        numbered in row-major order."""
+        """Return the first pixel of the tree at the first position of a pooling window. Pixels are numbered in
+        row-major order."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
@@ -63,8 +62,7 @@ class Geometry:
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return `(kernels, leaves)`: the distance in pixels from a tree's first pixel to each leaf, which may be in
-        another channel."""
+        """Return `(kernels, leaves)`: the distance in pixels from a tree's first pixel to each leaf in any channel."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -87,12 +85,7 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the leaves at a separate position for each lane, for the pooling window that begins at pixel `first`.
-
-        Args:
-          numbers: the flattened image.
-          place: index of each lane's position in the pooling window.
-        """
+        """Load the leaves at a separate position `place` of each lane, from the flattened image."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -106,8 +99,7 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why the kernels do not support the trees or the pooling window, or None. `leaves` is a shape,
-    `(kernels, leaves, 3)`."""
+    """Return why the kernels do not support leaves of this shape, `(kernels, leaves, 3)`, or the pooling window."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -116,13 +108,12 @@ def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
 
 
 def as_rows(x):
-    """Reshape an image to one row of examples per pixel."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, columns, carry)` for all pooling windows in rows `first` to `last - 1`. Each call gets
-    the columns of `columns_per_turn` neighboring windows."""
+    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, with the columns
+    of `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

@@ -6,9 +6,9 @@ Each lane is one example. A CTA of `forward` computes rows of the pooled output 
 each leaf and position. It evaluates the tree in registers at all positions of a pooling window, and writes the largest
 value (an or-pool) and its index.
 
-For each pooling window, a CTA of `leaf_gradients` recomputes the tree at this index. It sums the gradients with respect
-to the coefficients in registers, and writes the gradients with respect to the leaves to device memory.
-`trees_input_gradient` adds these up to the gradient with respect to the image.
+A CTA of `leaf_gradients` recomputes the tree at this index for each pooling window. It sums the gradients with respect
+to the coefficients in registers, and writes the gradients with respect to the leaves. `trees_input_gradient` adds these
+up to the gradient with respect to the image.
 """
 
 import functools
@@ -28,11 +28,9 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, unsupported, visit_windows
 
 _PROGRAMS = 4
-"""Wanted number of CTAs of `leaf_gradients` per multiprocessor, whose 65536 registers are four CTAs with 128 registers
-per thread."""
+"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. With 128 registers per thread, four fit."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Maximum number of windows whose leaves a CTA of `leaf_gradients` reads at once. Not timed separately:
-docs/lab/2026-11-22-trees.md."""
+"""Maximum number of windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -58,13 +56,11 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and the first position with
-    this value.
+    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and its first position.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      leaves: `(kernels, leaves, 3)` int32: for each leaf, its channel, and its row and column in the convolution's
-        window.
+      leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
       x: `(channels, height, width, N)` including padding. The batch N is a multiple of `LANES`.
 
     Returns:
@@ -135,12 +131,12 @@ def leaf_gradients(
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
-      places: the indices from `forward`, or None for windows of one position.
+      places: the indices from `forward`.
       coefficients, leaves, x: as in `forward`.
 
     Returns:
-      dc `(kernels, gates, 4)`: for each gate with inputs a and b, the sums of `dy (1, a, b, ab)`, where dy is the
-      gradient with respect to the gate's value; and dleaves `(kernels * leaves, rows, columns, N)`. Both are float32.
+      dc `(kernels, gates, 4)`, each gate's sums of `dy (1, a, b, ab)` with its inputs a and b and its gradient dy; and
+      dleaves `(kernels * leaves, rows, columns, N)`. Both are float32.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -168,8 +164,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """Compute both gradients for tree `k` and `rows` rows of pooling windows. References to unused gradients are
-    None."""
+    """Compute both gradients for tree `k` and `rows` rows of windows. References to unused gradients are None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

@@ -25,14 +25,12 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum number of bytes of a band in shared memory. With smaller bands, a multiprocessor holds more CTAs, which hide
-latency better. In even smaller bands, most leaves would add to two bands. Measured in
-docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of a band in shared memory. Smaller bands allow more CTAs per multiprocessor, which hide
+latency, until most leaves add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Wanted number of bands per multiprocessor, because each CTA mostly waits for memory. Chosen by hand;
-docs/lab/2026-11-22-trees.md measures it together with other changes."""
+"""Wanted number of bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Maximum number of pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
+"""Maximum number of pooling windows whose gradients of a leaf a CTA fetches at once. Not tuned."""
 
 
 def _unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
@@ -69,9 +67,7 @@ def input_gradient(
     and in the simulator.
 
     Args:
-      dleaves: the gradients of the leaves from `leaf_gradients`.
-      places: the argument `places` of `leaf_gradients`.
-      leaves: `(kernels, leaves, 3)`, as in `trees.forward`.
+      dleaves, places, leaves: result and arguments of `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
         `readers[reader_offsets[c] : reader_offsets[c + 1]]`. A leaf has the number `kernel * leaves + leaf`.
       size: channels, height, and width of the image without its padding.
@@ -97,13 +93,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """An image divided into bands of rows, and the pooling windows whose leaves read them.
-
-    Attributes:
-      rows: rows per band.
-      height, width: size of the image without its padding.
-      stride, padding, pool: as in `input_gradient`.
-    """
+    """An image without padding, divided into bands of `rows` rows, and the pooling windows whose leaves read them."""
 
     rows: int
     height: int
@@ -122,12 +112,9 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range (first, end) of rows of pooling windows in which a leaf reads pixels of a band.
+        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band.
 
-        Args:
-          leaf_row: the row of pixels, relative to the band's first row, that the leaf reads at the first position of
-            the first row of pooling windows.
-          rows: number of rows of pooling windows.
+        In the first row of windows, at the first position, the leaf reads row `leaf_row` relative to the band.
         """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of this row of windows, the leaf reads the band's first row or a later row.
@@ -136,14 +123,12 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the index of the element of shared memory to which each lane adds a leaf's gradient. If the pixel that
-        the leaf reads is outside the band, the element is an unused one.
+        """Return the element of shared memory to which each lane adds a leaf's gradient: an unused one if the leaf's
+        pixel is outside the band.
 
         Args:
-          row, column: the pixel, relative to the band's first pixel, that the leaf reads at the window's first
-            position.
-          place: index of each lane's position in the window, or None for windows of one position.
-          lane: number of each lane.
+          row, column: the leaf's pixel at the window's first position, relative to the band's first pixel.
+          place: each lane's position in the window, or None for windows of one position.
         """
         (s, t), u = self.stride, lane * 0
         v = u
@@ -158,7 +143,6 @@ class _Bands:
 def _input_gradient_of_band(
     dleaves_ref, place_ref, leaves_ref, readers_ref, offsets_ref, dx_ref, sums, *, block, band, channel, bands, count
 ):
-    """Compute dx for one band of one channel."""
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
@@ -180,7 +164,7 @@ def _input_gradient_of_band(
                     bands.targets(row * row_step + leaf_row, column * column_step + leaf_column, place, lane)
                 )
                 values.append(spread(dleaves_ref[leaf, row, column, lanes], 1))
-            # A leaf reads different pixels in different windows, so the additions for several windows are independent.
+            # A leaf reads different pixels in different windows, so these additions are independent.
             old_sums = [gather_elements(sums, target) for target in targets]
             for target, old_sum, value in zip(targets, old_sums, values, strict=True):
                 scatter_elements(sums, old_sum + value, target)
