@@ -7,9 +7,9 @@ omits the mean and the bias. Sums are in float32. A row's mean is stored as its 
 If values are far from zero, rounding the mean would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
-the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. Because
-a row may not fit in registers, both kernels read it from device memory again for each pass. They do not use shared
-memory, and therefore also run in the interpreter.
+the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. A row
+may not fit in registers, so each pass reads it from device memory again. Without shared memory, the kernels also run in
+the interpreter.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Maximum number of columns for which a CTA sums the gradients of scale and bias. The sums take 32 of a thread's 255
-registers (CUDA C++ Programming Guide, compute capabilities), or 64 with a bias. Not tuned."""
+"""Maximum number of columns for which a CTA sums the gradients of scale and bias, in 32 or 64 of a thread's 255
+registers (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
 _SUMMED_ROWS = 32
 """Maximum number of rows per CTA of `gradients`. More rows would leave fewer CTAs to hide latency. Not tuned."""
 _PROGRAMS = 4
@@ -39,11 +39,7 @@ _PROGRAMS = 4
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """How a CTA reads a row.
-
-    Attributes:
-      vector: number of elements per load of a CTA, a multiple of its number of threads.
-    """
+    """How a CTA reads a row: elements per load, a multiple of the number of threads."""
 
     vector: int
 
@@ -54,9 +50,8 @@ class GradientsConfig:
 
     Attributes:
       vector: number of elements per load of a CTA, a multiple of its number of threads.
-      rows: number of rows per CTA.
-      columns: number of columns of dx per CTA, a multiple of `vector`. A CTA reads all columns of its rows; the CTAs
-        for other columns of these rows read them from the cache.
+      rows: number of rows per CTA, whose columns it reads all.
+      columns: number of columns of dx per CTA, a multiple of `vector`.
     """
 
     vector: int
@@ -146,7 +141,7 @@ def gradients(
     Args:
       dy, x: `(rows, hidden)`.
       bias: the forward's bias, used only with both `with_y` and `center`.
-      offset, inv_std: unused. The kernel recomputes both, because it reads each row several times in any case.
+      offset, inv_std: unused, because the kernel reads each row several times in any case.
       with_y: whether to recompute and return y.
 
     Returns:
@@ -177,15 +172,8 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, which is loaded again for every use.
-
-    Attributes:
-      x_ref: reference to all rows.
-      mask_ref: reference to a vector that is 1 in the columns of the row and 0 in padding.
-      row: index of the row.
-      vectors: the slices of columns into which the row is divided.
-      hidden: number of columns without padding.
-    """
+    """A row in device memory, which is loaded again for every use, in slices of columns, `vectors`. `mask_ref` is 1 in
+    the `hidden` columns of the row and 0 in padding."""
 
     x_ref: Any
     mask_ref: Any
@@ -216,8 +204,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the kernel's arrays. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if they
-    are unused."""
+    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. Unused `sums` or `y` are None."""
 
     dy: Any
     x: Any
@@ -253,7 +240,7 @@ class _Backward:
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Write a row's dx in this CTA's columns, and y if `refs.y` is not None. Return `sums` plus the row's terms."""
+        """Write a row's dx in this CTA's columns, and y. Return `sums` plus the row's terms."""
         vectors = _vectors(refs.x.shape[1], self.config.vector)
         x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
         load_hat, _, inv_std = x_row.normalise()

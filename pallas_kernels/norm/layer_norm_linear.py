@@ -2,10 +2,10 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows; the other sums are over the outputs of the dense layer. x̂ is
-the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and bias are
-LayerNorm's parameters. A CTA reads s and w of some outputs and columns from device memory into registers, writes dw,
-and sums dscale and dbias over its outputs in registers. XLA then adds the sums of the CTAs in a fixed order.
+Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows; the other sums are over the outputs of the dense layer. x̂
+is the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and bias are
+LayerNorm's parameters. A CTA reads s and w of some outputs and columns into registers, writes dw, and sums dscale and
+dbias over its outputs. XLA then adds the sums of the CTAs in a fixed order.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _PROGRAMS = 8
-"""Wanted number of CTAs per multiprocessor, if there are enough outputs. Not tuned."""
+"""Wanted number of CTAs per multiprocessor. Not tuned."""
 _MIN_OUTPUTS = 16
 """Fewest outputs per CTA, so that a CTA's sums in device memory have few bytes compared with s. Not tuned."""
 _LOADED_OUTPUTS = 4
@@ -31,12 +31,7 @@ _LOADED_OUTPUTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How CTAs divide dw.
-
-    Attributes:
-      outputs: number of outputs per CTA, a divisor of all outputs.
-      columns: number of columns per CTA, a divisor of all columns; one or two per thread.
-    """
+    """How CTAs divide dw: outputs and columns per CTA, which divide all outputs and columns."""
 
     outputs: int
     columns: int

@@ -3,11 +3,11 @@
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
 The mean and inv_std are statistics of a row of x. LayerNorm has the parameters scale and bias, and the dense layer has
-the parameters w and b. The widths of x and z must be small, because w stays in shared memory. CTAs are persistent, with
-two warpgroups. In the forward, each warpgroup computes different blocks of 64 rows. A TMA copy brings a block into
-shared memory. The warpgroup loads it into registers, and starts the copy of the next block. It normalizes the rows in
-registers, from which `wgmma` reads them, and stores z by TMA. In the input gradient, each warpgroup computes half of
-the columns of each block.
+the parameters w and b. The widths of x and z must be small, because w stays in shared memory. CTAs are persistent. In
+the forward, each of two warpgroups computes different blocks of 64 rows. A TMA copy brings a block into shared memory.
+The warpgroup loads it into registers, and starts the copy of the next block. It normalizes the rows in registers, from
+which `wgmma` reads them, and stores z by TMA. In the input gradient, each warpgroup computes half of the columns of
+each block.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Smallest number of rows for which these kernels are faster than separate kernels. With fewer rows, the separate
-kernels exchange y through the L2 cache (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster than separate kernels. Fewer rows of y pass between separate
+kernels through the L2 cache (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
 """Number of warpgroups per CTA. With three, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
@@ -49,22 +49,14 @@ _ALIGNMENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tiles of `forward`.
-
-    Attributes:
-      columns: number of columns of z per TMA copy from shared to device memory.
-    """
+    """Tile of `forward`: columns of z per TMA copy to device memory."""
 
     columns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tiles of `input_gradient`.
-
-    Attributes:
-      stages: number of stages of the ring that holds blocks of dz.
-    """
+    """Tile of `input_gradient`: stages of the ring for blocks of dz."""
 
     stages: int
 
@@ -146,7 +138,7 @@ def forward(
             operand((_WARPGROUPS, ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # Scale, bias, and b share an array, because Mosaic GPU aligns each array to `_ALIGNMENT`.
+            # One array for scale, bias, and b, because Mosaic GPU aligns each array to `_ALIGNMENT`.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -214,7 +206,7 @@ class _Forward:
 
     @property
     def _slices(self):
-        """The slices of `vectors` that hold scale, bias, and b."""
+        """Slices of `vectors` for scale, bias, and b."""
         return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
@@ -223,7 +215,6 @@ class _Forward:
             plgpu.copy_gmem_to_smem(ref, refs.vectors.at[columns], refs.parameters_loaded)
 
     def _block(self, refs, x, rows, z_buffer):
-        """Compute z, offset, and inv_std for a block `x` in registers."""
         scales, biases, bs = (refs.vectors.at[columns] for columns in self._slices)
         hat, offset, inv_std = normalise_rows(x, first_values_of(x), self.eps)
         store(refs.offset.at[rows], offset)
@@ -283,7 +274,7 @@ def input_gradient(
         scratch=[
             operand((config.stages, _WARPGROUPS, ROWS, outputs // 2), x.dtype),
             half,
-            # If x̂ is as wide as dz, dz's stage also holds x̂, until x̂ is copied to device memory.
+            # If x̂ is as wide as dz, dz's stage also holds x̂.
             None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, ROWS), jnp.float32),
@@ -300,8 +291,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References of `_InputGradient.body`. `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a
-    row, where `t = (dz w) * scale`. `hat` is None if x̂ is unused, as without gradients of parameters."""
+    """References of `_InputGradient.body`. `sums` has the sums of t and of t * x̂ over each warpgroup's half of a row,
+    where `t = (dz w) * scale`. `hat` is None if x̂ is unused."""
 
     dz: Any
     x: Any

@@ -24,13 +24,13 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum number of bytes of shared memory for the rings of all CTAs on a multiprocessor. It comes from sweeps on an
-H200, which has 228 KiB per multiprocessor: docs/lab/2026-11-21-norm.md."""
+"""Maximum number of bytes of shared memory for all rings on a multiprocessor, from sweeps on an H200, which has
+228 KiB: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Bytes of a CTA's shared memory in addition to its ring: 2 KiB for Mosaic's sums across warps, and more than the
-barriers need."""
+"""Bytes of a CTA's shared memory in addition to its ring: 2 KiB for Mosaic's sums across warps, and 1 KiB for
+barriers."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -56,7 +56,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
+    """Return the number of rows per group: at least one block, and enough for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -274,8 +274,7 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """For blocks that are computed together, overwrite x with dx and, if `with_y`, dy with y. Return `sums` plus
-        the terms of these blocks."""
+        """Overwrite the blocks of x with dx and, if `with_y`, of dy with y. Return `sums` plus the blocks' terms."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)

@@ -1,8 +1,8 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
 A block has one row per warp, or one row for the whole warpgroup. Its threads load it from a stage in shared memory into
-registers as float32. The functions of `Block` normalize it, sum over its rows by shuffles or shared memory, and compute
-the gradient with respect to its input. The caller stores the results.
+registers as float32. `Block` normalizes it, sums over its rows by shuffles or shared memory, and computes the gradient
+with respect to its input. The caller stores the results.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Block:
         return plgpu.layout_cast(a, self.layout)
 
     def load_row_values(self, ref: Any, row: Any) -> Array:
-        """Load one value per row, for the block that begins at `row`."""
+        """Load one value per row, from `row` on."""
         return self.load(self.block_rows(ref, row), self.row_layout)
 
     def load_statistics(self, refs: Statistics, row: Any) -> Statistics:
@@ -97,8 +97,7 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Return the part of the sum over the rows that needs no values of other threads. With one row per warp, this
-        is the block `a`. `sum` computes the rest."""
+        """Return the part of the sum over the rows that needs no values of other threads. `sum` computes the rest."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
@@ -107,23 +106,23 @@ class Block:
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        With one row per warp, all blocks are computed together, so that the latencies of their shuffles overlap. A
-        block with one row per warpgroup is computed separately, so that it can use all registers.
+        These are all blocks with one row per warp, so that the latencies of their shuffles overlap. A block with one
+        row per warpgroup is computed separately, so that it can use all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
         """Return a function that returns the value of `compute`. With one row per warp, each call computes it again.
-        Otherwise, it is computed once and kept in registers."""
+        Otherwise, it stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each of several blocks. Here `a` is the block's entry of `row_values`,
-        repeated along each row. Blocks and results are functions as in `values`."""
+        """Return `operation(block, a)` for each block, where `a` is its entry of `row_values`, repeated along each row.
+        Blocks and results are functions as in `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -133,8 +132,7 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return x̂, as functions as in `values`, and the statistics of several blocks. The statistics are computed
-        from x unless they are known."""
+        """Return x̂, as functions as in `values`, and the statistics of the blocks, computed unless they are known."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -157,7 +155,7 @@ class Block:
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return dx of a block, from the block's results `projection` and `mean` of `means`."""
+        """Return dx of a block, from its results of `means`."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)

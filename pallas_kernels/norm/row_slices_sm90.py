@@ -1,7 +1,5 @@
-"""Blocks of 64 rows in registers, for LayerNorm before a product on Hopper's tensor cores.
-
-A warpgroup computes the values of a block in slices of `COLUMNS` columns, in float32.
-"""
+"""Blocks of 64 rows in registers, which a warpgroup computes in float32, in slices of `COLUMNS` columns. LayerNorm uses
+them before a product on Hopper's tensor cores."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,12 +20,11 @@ COLUMNS = 64
 
 
 def column_slices(width: int) -> list[Any]:
-    """Return slices of `COLUMNS` columns that cover a row."""
     return [pl.ds(start, COLUMNS) for start in range(0, width, COLUMNS)]
 
 
 def columns_of(a: Array, columns: Any) -> Array:
-    """Return a slice's columns of an array in registers."""
+    """Return the columns in one slice of an array in registers."""
     return a[..., columns.start : columns.start + columns.size]
 
 
@@ -47,16 +44,14 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. One thread has this value, so the row's threads add it to zeros by
-    shuffles."""
+    """Return the first value of each row. One thread has it, and the row's threads add it to zeros by shuffles."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum of `function(piece)` over each row. Pieces are first added element by element, so that one
-    reduction by shuffles is enough."""
+    """Return the sum of `function(piece)` over each row. Pieces are added before the only reduction by shuffles."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

@@ -36,11 +36,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A persistent CTA's loop over groups of rows.
-
-    Attributes:
-      programs: number of CTAs on all multiprocessors.
-    """
+    """A persistent CTA's loop over groups of rows. `programs` is the number of all CTAs."""
 
     block: Block
     config: Config
@@ -59,14 +55,9 @@ class Stream:
         """Copy each group of rows to shared memory, and compute `carry = step(first row, stages, wait, carry)` for it.
         Return the last carry.
 
-        A step gets one stage per array of `sources`. After the step has called `wait`, the stages hold the group's
-        rows. The step overwrites one stage per array of `targets`, beginning with the first stage. The results are
-        then copied to `targets`.
-
-        Args:
-          stages: the ring's buffers, one per array of `sources`.
-          loaded: the ring's barriers.
-          program: index of the CTA.
+        A step gets one stage per array of `sources`. After it has called `wait`, the stages hold the group's rows. It
+        overwrites the first stages, one per array of `targets`, and the results are copied to `targets`. `stages` and
+        `loaded` are the ring's buffers and barriers.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

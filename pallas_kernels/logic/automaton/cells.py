@@ -1,9 +1,8 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients of both.
 
 Each thread gathers and scatters single elements of a group of cells, between rows of shared memory and arrays in device
-memory. `Inputs` reads the neighborhoods from the state. `write_next_state` writes the outputs of the last layer.
-`OutputGradients` sums the gradients that the backward of the next tick wrote for each cell. The sums are the gradients
-with respect to the outputs of the last layer. `Cells` computes the indices of the elements.
+memory. `Inputs` reads the neighborhoods from the state, and `write_next_state` writes the outputs of the last layer.
+`OutputGradients` sums the gradients with respect to these outputs, which the backward of the next tick wrote.
 """
 
 import dataclasses
@@ -20,14 +19,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Indices of the elements of a state, with one lane per element.
-
-    Attributes:
-      row, column: position of the element in the rows of the last layer.
-      place: index of the element in the state.
-      cell: index of the element's cell.
-      valid: whether the element exists. Otherwise, the indices point to unused elements.
-    """
+    """Indices of the elements of a state, one per lane. `row` and `column` are in the rows of the last layer, `place`
+    is in the state, and `cell` is the element's cell. Indices of elements that do not exist are of unused elements."""
 
     row: Array
     column: Array
@@ -38,13 +31,12 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a group of cells. Its rows of shared memory have one column per cell. Cells after the last cell of the
-    grids are masked.
+    """A slice of a group of cells, whose rows of shared memory have one column per cell.
 
     Attributes:
-      count: number of cells in the slice.
-      first_of_group: index of the group's first cell.
-      slices: reference to the rows of all slices of the group.
+      count: number of cells in the slice. Cells after the last cell of the grids are masked.
+      first_of_group: the group's first cell.
+      slices: the rows of all slices of the group.
       number: index of this slice.
     """
 
@@ -68,7 +60,7 @@ class Cells:
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
-        """Return the indices of a part of `elements`, one per lane."""
+        """Return the indices of a part of `elements`."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
         column, channel = quotient(lane, C), remainder(lane, C)
@@ -79,7 +71,7 @@ class Cells:
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """Return the index of the cell at an offset from `cell`, and whether it exists."""
+        """Return the cell at an offset from `cell`, and whether it exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -92,7 +84,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return the index in the state of each element of a part of the inputs, and whether it exists."""
+        """Return the index in the state of each input of a part, and whether it exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -102,7 +94,6 @@ class Cells:
         return cell * C + remainder(lane, C), valid & (lane < self.plan.neighbourhood)
 
     def scatter_gradients(self, part, gradients, dseen_out):
-        """Write the gradients with respect to a part of the inputs."""
         neighbourhood = self.plan.neighbourhood
         lane, column = lane_and_column(part.lanes, self.count)
         lane, cell = lane + part.offset, column + self.first
@@ -117,13 +108,12 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells."""
+    """The neighborhoods of a group of cells. `write` takes the result of `load`."""
 
     team: Team
     state: Any
 
     def load(self, slices):
-        """Load the elements that the cells see. The result is the argument `loaded` of `write`."""
         return [
             [_gather(self.state, *cells.seen_elements(part)) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].plan.inputs)
@@ -154,12 +144,12 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells: a cell's dkept plus its entries in the dseen of
-    the nine cells that see it.
+    the nine cells that see it. `write` takes the result of `load`.
 
     Attributes:
       fires: 0 for each cell that keeps its state in this tick, or None if all cells fire.
       dseen, dkept: results of the backward of the next tick.
-      dkept_out: array to which the gradients with respect to kept states are written.
+      dkept_out: output for the gradients with respect to kept states.
     """
 
     team: Team
@@ -169,7 +159,6 @@ class OutputGradients:
     dkept_out: Any
 
     def load(self, slices):
-        """Load the `terms` of each part and slice. The result is the argument `loaded` of `write`."""
         return [
             [self.terms(part, cells) for cells in self.team.own(part, slices)]
             for part in self.team.parts(slices[0].elements)
@@ -183,8 +172,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see an element's cell, yield the index of the element's gradient in dseen,
-        and whether that cell exists."""
+        """For each of the nine cells that see an element's cell, yield the element's index in dseen, and whether that
+        cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

@@ -1,8 +1,8 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
 A CTA computes one group of cells at a time, whose inputs and gates have rows in shared memory (plan.py). `heuristic`
-chooses the number of cells per group, so that their rows fit in shared memory, and all multiprocessors have groups. If
-the rows of one cell do not fit, the automaton is unsupported.
+chooses the number of cells per group, so that the rows fit and all multiprocessors have groups. If the rows of one cell
+do not fit, the automaton is unsupported.
 """
 
 import dataclasses
@@ -18,22 +18,19 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Number of cells per slice. The slices of a group have separate rows in shared memory. A row of four float32 takes 16
-bytes, a thread's widest access to shared memory (CUDA C++ Programming Guide). Longer rows would begin in fewer
-different banks."""
+"""Number of cells per slice. The slices of a group have separate rows in shared memory. A row of four float32 is a
+thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the number of cells per group. Eight cells are two slices with equal wires and coefficients, and a
-third slice would not fit. Groups of fewer than four cells were slower: docs/lab/2026-11-22-automata.md."""
+"""Candidates for the number of cells per group. A third slice would not fit. Groups of fewer than four cells were
+slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
 """Latency per group, as the number of cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
-"""Largest number of warpgroups per CTA. Each computes a part of every layer. One warpgroup was slower on large grids:
-docs/lab/2026-11-22-automata.md."""
+"""Largest number of warpgroups per CTA. One was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Maximum number of registers per thread for the sums of the coefficients' gradients, which share 255 registers with
-the values of a step. Not tuned."""
+"""Maximum number of registers per thread for sums of dc, which share 255 registers with a step's values. Not tuned."""
 _FORWARD_PROGRAMS = 2
-"""Maximum number of CTAs of the forward per multiprocessor. Three and four were no faster:
+"""Maximum number of CTAs of the forward per multiprocessor. More were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
 """Bytes of shared memory per CTA left to Mosaic GPU, more than its barrier takes. Not tuned."""
@@ -48,11 +45,10 @@ class Config:
     Attributes:
       cells: number of cells per group: one, two, or a multiple of four.
       programs: number of CTAs.
-      lanes: largest number of lanes that one warpgroup computes per step, whose values must fit in registers.
+      lanes: largest number of lanes that one warpgroup computes per step, in registers.
       lookahead: number of steps by which wires and coefficients are fetched ahead.
       warpgroups: number of warpgroups per CTA, at most `WARPGROUPS`.
-      totals_in_registers: whether a CTA sums the gradients of the coefficients over all its cells in registers, rather
-        than in device memory.
+      totals_in_registers: whether a CTA sums dc over all its cells in registers, rather than in device memory.
     """
 
     cells: int
@@ -96,8 +92,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # A CTA waits for its first wires, because there is no earlier group during which it could fetch them. These
-        # values were fastest in docs/lab/2026-11-22-automata.md.
+        # There is no earlier group during which a CTA could fetch its first wires. These values were fastest in
+        # docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
@@ -119,8 +115,7 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 def _simulable(config: Config) -> Config:
     """Return `config`, in the simulator with one CTA and one warpgroup.
 
-    The simulator treats each gather or scatter as an access to all rows. With several CTAs or warpgroups, it would
-    therefore report data races that do not exist.
+    The simulator treats each gather or scatter as an access to all rows, and would report data races.
     """
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 

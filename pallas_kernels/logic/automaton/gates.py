@@ -42,12 +42,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, one lane per gate.
-
-    Attributes:
-      wires: the rows that a gate reads as a and b, packed into one integer.
-      coefficients: the four coefficients of each gate.
-    """
+    """Operands of a part's gates, one lane per gate: rows of a and b in one integer, and four coefficients."""
 
     wires: Array
     coefficients: Array
@@ -55,12 +50,7 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Circuit:
-    """The gates of all layers, for one group of cells.
-
-    Attributes:
-      coefficients, wires: arrays in device memory.
-      slices: the slices of the group, which hold the gates' rows in shared memory.
-    """
+    """The gates of all layers, for the slices of one group of cells."""
 
     plan: Plan
     team: Team
@@ -93,20 +83,15 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All reads come before the first write. The compiler does not know that inputs and outputs are different rows,
-        # and could not reorder them.
+        # All reads come before the first write, because the compiler does not know that the rows differ, and could not
+        # reorder them.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates.
-
-    Attributes:
-      gates: the operands of the forward.
-      total: sums of dc so far, or None if these sums are in registers.
-      consumers: the rows to which the gates' consumers write gradients, two row numbers per integer.
-    """
+    """Operands of the backward of a part's gates: operands of the forward; sums of dc so far, or None if they are in
+    registers; and rows to which consumers write gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -115,14 +100,14 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers. Each CTA has separate sums of dc, in registers or in device memory.
+    """The backward of all layers.
 
     Attributes:
       circuit: the forward's gates.
       consumers: array with the tables of `Plan.consumers`.
-      sums: sums of dc in registers, one block for each of `_parts`, or None if they are in device memory.
-      previous_total, total: arrays in device memory, from which sums are read, and to which they are written.
-      dseen: array to which the gradients with respect to the automaton's inputs are written.
+      sums: a CTA's sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
+      previous_total, total: arrays in device memory from which and to which sums of dc are copied.
+      dseen: output for the gradients with respect to the automaton's inputs.
     """
 
     circuit: Circuit
@@ -137,7 +122,7 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # The step before the last layer's first step writes the inputs, so they cannot be read that early.
+            # The step before the last layer's first step writes that layer's inputs, so they cannot be read that early.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -158,7 +143,6 @@ class Backward:
         return _GatesBackward(self.circuit.fetch(i, part), total, consumers)
 
     def fetch_consumers(self, table, part):
-        """Load the entries of a table for a part's lanes."""
         places = [pl.ds(table.first + pair * table.lanes + part.offset, part.lanes) for pair in range(table.pairs)]
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
@@ -169,11 +153,11 @@ class Backward:
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
     def read(self, part, fetched):
-        """For each slice, read the inputs a and b of a part's gates."""
+        """Read the inputs a and b of a part's gates for each slice."""
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
-        """Compute a part's gradients. `inputs` is the result of `read`, or None before it."""
+        """Compute a part's gradients. `inputs` is the result of `read`, or None."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)
@@ -210,8 +194,8 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Write the gradients with respect to the inputs of perception's first layer, summed over the kernels.
-        `firsts[0]` has the first kernel's row for each lane."""
+        """Write the gradients with respect to the inputs of perception's first layer, summed over kernels. `firsts[0]`
+        has the first kernel's row for each lane."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -222,7 +206,6 @@ class Backward:
         self.circuit.team.divide(part, self.circuit.slices, sum_slices)
 
     def write_inputs(self, table, part, consumers):
-        """Write the gradients with respect to a part of the automaton's inputs."""
 
         def write_slices(slices):
             for cells in slices:
@@ -238,7 +221,6 @@ def zero_totals(plan, team):
 
 
 def copy_totals(plan, team, source, destination):
-    """Copy the sums of dc from `source` to `destination`, both in device memory."""
     for i, part in _parts(plan, team):
         gates = _gates_of(plan, i, part)
 
@@ -249,10 +231,10 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. The sums of dc in `sums` are in registers; the two arrays are in device memory.
+    """Write `before + sums` to `after`. `sums` are in registers, `before` and `after` in device memory.
 
     If the warpgroups divide the slices of a part, the second warpgroup passes its block through rows of shared memory
-    to the first warpgroup, which adds both blocks.
+    to the first warpgroup.
     """
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
@@ -297,5 +279,5 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _unpack(packed):
-    """Return the two row numbers in one integer: its lower and its upper 16 bits."""
+    """Return the lower and the upper 16 bits, each a row number."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

@@ -44,7 +44,7 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
         coefficients share one row. The rows of lanes without a gate are zero.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the rows that it reads, numbered as
-        in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
+        in `plan.forward_layers`. They are arbitrary for a lane without a gate.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -109,8 +109,8 @@ def tick_backward(
 ) -> tuple[Array, Array, Array]:
     """Return (dseen, dkept, total).
 
-    For each cell, dseen has the gradients with respect to the nine cells that it sees. dkept has the gradient with
-    respect to the state that a cell keeps if it does not fire. total has the gradients with respect to coefficients.
+    dseen has the gradients with respect to the nine cells that each cell sees. dkept has the gradients with respect to
+    the states that cells keep if they do not fire. total has the gradients with respect to the coefficients.
 
     The arguments dseen and dkept are results of the backward of the next tick. The gradient with respect to a cell's
     next state is its dkept plus its entries in the dseen of the nine cells that see it.
@@ -118,12 +118,11 @@ def tick_backward(
     Args:
       coefficients, state, fires: as in `tick`.
       wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`. For each row, they list the rows to which its consumers write
-        gradients, two row numbers per integer, the second in the upper half.
+      consumers: int32, the tables of `Plan.consumers`: the rows to which a row's consumers write gradients, two row
+        numbers per integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, sums so far of the gradients with respect to the coefficients, per CTA
-        and lane. The result is `total` plus the gradients of this tick.
+      total: `(programs, plan.gates, 4)` float32, sums so far per CTA and lane, to which this tick is added.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -149,8 +148,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # With several groups of cells per CTA, each group adds to the sums in the result. The sums of earlier ticks are
-    # therefore first copied to the result.
+    # With several groups of cells per CTA, each group adds to the result, into which earlier sums are first copied.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -176,9 +174,7 @@ def _groups_of_program(plan, config):
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
     """Compute the steps of `steps(slices, carry)` for each group of a CTA's cells. Return the final `carry`, None or a
-    list that the steps change in place.
-
-    `loads` fetch the next group's data during the last steps of a group, and write them to the next group's rows.
+    list that the steps change in place. `loads` fetch the next group's data during a group's last steps.
     """
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 

@@ -28,8 +28,8 @@ class Layer:
     """Rows of shared memory for one layer.
 
     Attributes:
-      first: index of the first row.
-      lanes: number of rows, a multiple of a warpgroup's threads. Each lane computes one row.
+      first: the first row.
+      lanes: number of rows, one per lane, a multiple of a warpgroup's threads.
       count: number of rows with a gate or an input. The other rows are padding.
       max_consumers: largest number of a row's consumers.
       copies: number of consecutive lanes with equal coefficients.
@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def coefficients(self) -> int:
-        """Number of the layer's rows in the array of coefficients, including rows for lanes without a gate."""
+        """Number of the layer's rows in the array of coefficients, including lanes without a gate."""
         return -(-self.lanes // self.copies)
 
 
@@ -60,8 +60,8 @@ class Plan:
       channels: number of channels per cell.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
-      perception: number of gates per kernel, for each layer of perception.
-      update: number of gates, for each layer of the update.
+      perception: each layer's number of gates per kernel.
+      update: each layer's number of gates.
       output_consumers: largest number of an output's consumers, for each layer but the last.
       neighbour_consumers: largest number of an input's consumers in perception's first layer.
       centre_consumers: largest number of consumers of an input of the center cell in the update's first layer.
@@ -85,7 +85,6 @@ class Plan:
 
     @property
     def neighbourhood(self) -> int:
-        """Number of elements that a cell sees."""
         return NEIGHBOURS * self.channels
 
     @functools.cached_property
@@ -95,7 +94,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, which fills the unused entries in tables of consumers."""
+        """A row of zeros, which fills unused entries of tables."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -109,27 +108,26 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row in the array of coefficients, followed by the number of rows."""
+        """Each layer's first row in the array of coefficients, then the number of rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first gate among the lanes of all layers, followed by the number of lanes."""
+        """Each layer's first gate among the lanes of all layers, then the number of lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
     def rows(self) -> int:
-        """Number of rows for the inputs and `layers`."""
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """Return a layer with one lane per element of `cells` states. A state has one element per channel."""
+        """Return a layer with one lane per channel of each of `cells` cells."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 
     @property
     def gates(self) -> int:
-        """Number of lanes of all layers, including lanes without a gate."""
+        """Number of lanes of all layers."""
         return self.rows - self.inputs.lanes
 
     @functools.cached_property
@@ -143,7 +141,6 @@ class Plan:
 
     @property
     def forward_rows(self) -> int:
-        """Number of rows for the inputs and `forward_layers`."""
         return max(layer.end for layer in self.forward_layers)
 
     @functools.cached_property
@@ -160,8 +157,7 @@ class Plan:
         taken = [(0, self.inputs.lanes)] + [(firsts[k], ends[k]) for k in (0, first_update)]
         sums_first = _gap(taken, padded_lanes(sum_count))
         sums = Layer(sums_first, padded_lanes(sum_count), sum_count, self.kernels)
-        # The gradients of the next group's outputs are written while the gradients of this group's inputs are summed,
-        # so they need separate rows.
+        # The next group's output gradients are written while this group's input gradients are summed.
         outputs = dataclasses.replace(self.layers[-1], first=max(self.layers[-1].first, *ends.values(), sums.end))
         return GradientRows(tuple(firsts[i] for i in range(len(self.layers))), sums, outputs)
 
@@ -194,13 +190,10 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each row, the rows to which its consumers write gradients.
+    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
 
-    Attributes:
-      layers: one table per layer.
-      inputs: table for the rows of the inputs.
-      kernel_sums: table for the sums over perception's kernels. It lists only the row of the first kernel. The row of
-        each further kernel is `channels` rows after the previous kernel's row.
+    `kernel_sums` is for the sums over perception's kernels. It lists only the first kernel's row. The row of each
+    further kernel is `channels` rows after the previous kernel's row.
     """
 
     layers: tuple[Table, ...]
@@ -214,8 +207,8 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first row to which its gates write gradients: da of all gates, followed by db. These
-        rows can be reused when the layer before has read them. The rows of the update's first layer are kept longer,
-        because the gradients with respect to the automaton's inputs, computed last, also need them.
+        rows are reused when the layer before has read them. The rows of the update's first layer are kept until the
+        gradients with respect to the automaton's inputs are computed.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
         in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
@@ -242,5 +235,4 @@ def _gap(taken, size):
 
 
 def padded_lanes(count: int) -> int:
-    """Round a number of gates or inputs up to a multiple of `LANES`."""
     return -(-count // LANES) * LANES

@@ -23,11 +23,10 @@ class Part:
     """A range of a layer's lanes that one warpgroup computes at a time.
 
     Attributes:
-      first: index of the part's first row in shared memory.
-      offset: index of the part's first lane within the layer.
+      first, offset: the part's first row in shared memory, and first lane within the layer.
       lanes: number of lanes.
-      is_alone: whether the part has too few lanes to divide them among the warpgroups. All warpgroups then have this
-        part. One of them computes it, or each computes it for one slice of the cells.
+      is_alone: whether the part has too few lanes to divide them among the warpgroups. Then one warpgroup computes the
+        part, or each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
@@ -44,14 +43,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of some lanes of a layer, and the fetch of the operands from device memory.
+    """The computation of some lanes of a layer.
 
     Attributes:
-      fetch: function without arguments that returns the operands.
+      fetch: function that returns the operands from device memory.
       compute: function of the operands, and of the result of `read` if there is one.
       is_last: whether this is the last step of its layer, after which a barrier follows.
-      read: None, or a function of the operands that reads the rows of the step's inputs. It is called before the
-        barrier, so that the rows arrive while the warpgroup waits. The previous step must not write these rows.
+      read: None, or a function of the operands that reads the rows of the step's inputs before the barrier, so that the
+        rows arrive while the warpgroup waits. The previous step must not write these rows.
     """
 
     fetch: Callable[[], Any]
@@ -62,19 +61,13 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The warpgroups of a CTA. Each warpgroup has a `Team` with its index.
-
-    Attributes:
-      warpgroup: index of this warpgroup.
-      barrier: barrier at which all warpgroups of the CTA meet.
-    """
+    """The warpgroups of a CTA, as one of them sees it. They meet at `barrier`."""
 
     config: Config
     warpgroup: Any
     barrier: Any
 
     def parts(self, layer):
-        """Yield the parts of a layer that this warpgroup computes."""
         warpgroups, done = self.config.warpgroups, 0
         # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
         # addresses, which halves the number of registers.
@@ -104,22 +97,19 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. If the part `is_alone`, only the first warpgroup calls `function`, and the others return
-        `otherwise`."""
+        """Return `function()`, or for a part that `is_alone`, in other warpgroups than the first, `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
         meet(self.barrier)
 
     def first_fetches(self, steps):
-        """Return the operands of the first `lookahead` steps."""
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps in order, and fetch operands `lookahead` steps earlier.
 
-        `fetched` has the operands of the first steps. If the steps will be repeated, return the operands of the first
-        steps for the repetition; otherwise, return an empty list.
+        `fetched` has the operands of the first steps. Return them for the next repetition, or an empty list.
         """
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
