@@ -12,14 +12,14 @@ in shared memory except in `gradients_by_input`. The kernels differ in what a CT
 
 - `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
 - `gradients_by_input`: dx of one input and dc of some of its consumers, over which it loops. All wires are supported.
-- `gradients_along_trail`, in `backward_along_trail`: the same for consecutive inputs of the Euler trail, with all loads
-  in flight at once. Every input must have two consumers, or every input four.
-- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates, with all loads in flight at
-  once. They are for short rows, for which a CTA mostly waits for its loads.
+- `gradients_along_trail`, in `backward_along_trail`: dx and dc of consecutive inputs of the Euler trail. Every input
+  must have two consumers, or every input four.
+- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They have all loads in flight
+  at once, for short rows, in which a CTA mostly waits for loads.
 
-Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. If groups of neighboring gates, all of one
-size, share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx
-has this dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid: see `forward`.
+Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`, or `(groups, N)` if equal groups of
+neighboring gates share a gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx has this
+dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid: see `forward`.
 docs/kernels/logic.md explains what bounds the kernels; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
@@ -56,7 +56,6 @@ def load_row(ref: Any, row: Any, lanes: Sequence[Any]) -> list[Array]:
 
 
 def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
-    """Return a gate's row of dy, which several gates may share."""
     run = layer_gates // dy_ref.shape[0]
     return gate if run == 1 else quotient(gate, run)
 
@@ -135,7 +134,6 @@ def gradients_by_gate(
 
 
 def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
-    """Launch a kernel whose CTAs have `_GATES` gates. Return results like `out`, and dc."""
     N = dy.shape[1]
     blocks, groups, rows = N // (LANES * blocks), -(-gates // _GATES), GATE_SUMS * _GATES
     *results, dc = launch(
@@ -157,7 +155,7 @@ def _owned_gates(layer_gates, group):
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once. `gates` has (gate, a, b)."""
+    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once."""
     operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 
@@ -176,8 +174,7 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Maximum number of examples per CTA. More examples mean fewer sums over lanes and loads of indices. Half this number
-was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum number of examples per CTA. Half this number was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +198,8 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a, because it has all operands in
-    registers. If dx is unused, it skips the other gates."""
+    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, it skips the
+    other gates."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -247,13 +244,13 @@ def gradients_by_input(
 _SHORT_ROW = 512
 """Largest batch size for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""The same if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""Largest such batch size if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache for which x counts as fitting, because dy passes through the cache. The lab has no
-page for this number."""
+"""Largest fraction of the L2 cache for which x counts as fitting; dy also passes through the cache. The lab has no page
+for this number."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum number of inputs per CTA, and of consumers per input that a CTA reads at once: two if an input has more
-consumers. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
+"""Maximum number of inputs per CTA, and of consumers per input that it reads at once: two if an input has more.
+docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A CTA takes consecutive inputs of the trail, and loads their rows of x and the rows of their consumers into registers,
 all at once. It computes dx in registers, and sums dc over the lanes in shared memory. Every input must have two
-consumers, or every input four. `backward` describes the formulas and the arguments.
+consumers, or every input four. `backward` has the formulas and the arguments.
 """
 
 import dataclasses
@@ -30,7 +30,6 @@ from pallas_kernels.logic.forward import unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
-"""Supported numbers of consumers per input."""
 _MAX_BLOCKS = 8
 """Maximum number of lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
@@ -39,7 +38,7 @@ _LOAD_BYTES = 4
 """Bytes per load of a thread. With one example per load, half precision waits longer than float32, although it loads
 half the bytes: docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
-"""Number of rows of shared memory per CTA, for the sums of at most four gates."""
+"""Rows of shared memory per CTA, for the sums of at most four gates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +131,6 @@ def _gather_gates(sums, graph, config):
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # If the trail leaves an input through a gate that reads it as its b, the CTA exchanged a and b, so the sums of dy a
-    # and dy b are exchanged back.
+    # If the trail leaves an input through a gate that reads it as its b, the CTA exchanged a and b.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

@@ -1,12 +1,12 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
 Shared memory has 32 banks of 4 bytes. An octet, eight neighboring threads, makes 16-byte accesses in one cycle if they
-use different banks. A row takes 16 bytes, so two rows conflict if their indices have equal residues mod 8. Each further
-row with an equal residue takes another cycle.
+use different banks. A row takes 16 bytes, so rows whose indices have equal residues mod 8 conflict. Each further row
+with an equal residue takes another cycle.
 
-The gates of a layer may be assigned to lanes in any order, and a gate's lane determines its row. The gates of an octet
-read their inputs a at one time, and their inputs b at another. A gate's position within its octet is the residue of its
-row, which decides the conflicts when the next layer reads the row, and when gradients are written to it.
+The gates of a layer may be assigned to lanes in any order, and a gate's lane determines its row. An octet of gates
+reads its inputs a at one time, and its inputs b at another. A gate's position within its octet is the residue of its row,
+which decides the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -66,11 +66,9 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     occurs twice among the inputs a of an octet, nor among its inputs b.
 
     This is an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of inputs
-    b, its edges are the gates, and the octets are the colors. A residue of a is free in an octet if no gate of the
-    octet has an input a with this residue; likewise for b. A gate joins an octet in which both its residues are free.
-    If there is none, it joins an octet in which its residue of a is free, and displaces the gate with an equal residue
-    of b. The displaced gate moves to an octet in which this residue of b is free, where it may displace another gate.
-    Displaced gates alternate between these two octets until no gate is displaced.
+    b, its edges are the gates, and the octets are the colors. A residue is free in an octet without a gate that has it.
+    A gate joins an octet in which both its residues are free. If there is none, it displaces a gate from an octet in
+    which its residue of a is free. Displaced gates alternate between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -107,7 +105,6 @@ def _lowest(bits):
 
 
 def _roles(layer, inputs):
-    """Return how many gates read each input as their a, and as their b."""
     return np.stack([np.bincount(role, minlength=inputs) for role in layer])
 
 

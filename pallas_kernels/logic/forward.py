@@ -1,10 +1,9 @@
 """Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
 A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
-registers, computes `y = c0 + c1 a + c2 b + c3 a b` for each gate, and stores y.
-
-The batch is the slow axis of the grid, so that the gates, which read rows of x in random order, find a lane block in
-the L2 cache. docs/kernels/logic.md explains what bounds the kernel; docs/lab/2026-11-22-logic.md lists experiments.
+registers, and stores the outputs. The batch is the slow axis of the grid, so that the gates, which read rows of x in
+random order, find a lane block in the L2 cache. docs/kernels/logic.md explains what bounds the kernel;
+docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Output elements per CTA, gates times examples. With a shorter lane block, a CTA has more gates, and still many loads
-in flight. Chosen from the numbers of gates measured in docs/lab/2026-11-22-logic.md."""
+"""Output elements per CTA, gates times examples, chosen from the measurements in docs/lab/2026-11-22-logic.md. With a
+shorter lane block, a CTA has more gates, and still many loads in flight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,6 @@ def lane_block_length(x: Array) -> int:
 
 
 def unsupported_batch(x: Array) -> str | None:
-    """Return why the gate kernels do not support the batch, or None."""
     return f"a batch of {x.shape[1]}, only multiples of {LANES}" if x.shape[1] % LANES or not x.shape[1] else None
 
 

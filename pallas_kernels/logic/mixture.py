@@ -4,8 +4,8 @@
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
-gradients. A thread loads the values of one gate into registers, and computes on them there. Each array is read or
-written once, whereas XLA would read the logits once for each sum over the functions.
+gradients. A thread computes one gate in registers. Each array is read or written once, whereas XLA would read the
+logits once for each sum over the functions.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Number of float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster. XLA computes the coefficients of several smaller layers as one matrix
-product. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA, which computes the coefficients of several small layers as
+one matrix product. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

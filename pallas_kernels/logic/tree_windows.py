@@ -13,7 +13,7 @@ from pallas_kernels.core.gathers import columns, gather_elements, lane_and_colum
 from pallas_kernels.core.layouts import LANES
 
 _MAX_LEAVES = 16
-"""Maximum number of leaves per tree, whose 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Maximum number of leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
 """Maximum number of positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
 
@@ -27,13 +27,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of trees and of pooling windows.
-
-    Attributes:
-      height, width: size of the padded image.
-      rows, columns: size of the pooled output, with one element per pooling window.
-      stride, pool: stride of the convolution, and size of the pooling windows.
-    """
+    """Positions of trees and of pooling windows. `height` and `width` are the size of the padded image, `rows` and
+    `columns` of the pooled output."""
 
     height: int
     width: int
@@ -49,12 +44,10 @@ class Geometry:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Positions in a pooling window, in row-major order."""
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the first pixel of the tree at the first position of a pooling window. Pixels are numbered in
-        row-major order."""
+        """Return the first pixel, in row-major order, of the tree at the first position of a pooling window."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:

@@ -3,8 +3,8 @@ the last axis of images: `(channels, height, width, N)`.
 
 Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
 128 examples. It loads the kernel's coefficients and leaf positions into registers, and then one vector of examples for
-each leaf and position. It evaluates the tree in registers at all positions of a pooling window, and writes the largest
-value (an or-pool) and its index.
+each leaf and position. It evaluates the tree at all positions of a pooling window, and writes the largest value (an
+or-pool) and its index.
 
 A CTA of `leaf_gradients` recomputes the tree at this index for each pooling window. It sums the gradients with respect
 to the coefficients in registers, and writes the gradients with respect to the leaves. `trees_input_gradient` adds these
@@ -56,7 +56,8 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and its first position.
+    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and the first position with
+    this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.

@@ -1,8 +1,8 @@
 """The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
 
-A CTA computes the gradient with respect to a band, which is some rows of one input channel, for 128 examples. It loops
-over the leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order. Each
-lane is one example, so no two threads add to one element. The CTA then writes the band to device memory.
+A CTA computes the gradient with respect to a band, some rows of one input channel, for 128 examples. It loops over the
+leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order. Each lane is one
+example, so no two threads add to one element. The CTA then writes the band to device memory.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum number of bytes of a band in shared memory. Smaller bands allow more CTAs per multiprocessor, which hide
-latency, until most leaves add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, until most
+leaves add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted number of bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Maximum number of pooling windows whose gradients of a leaf a CTA fetches at once. Not tuned."""
+"""Maximum number of pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
 
 
 def _unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):

@@ -19,8 +19,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Indices of the elements of a state, one per lane. `row` and `column` are in the rows of the last layer, `place`
-    is in the state, and `cell` is the element's cell. Indices of elements that do not exist are of unused elements."""
+    """Indices of the elements of a state, one per lane: `row` and `column` in the rows of the last layer, `place` in
+    the state. If an element does not exist, its indices point to an unused element."""
 
     row: Array
     column: Array
@@ -31,13 +31,10 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a group of cells, whose rows of shared memory have one column per cell.
+    """A slice of `count` cells of a group. Its rows of shared memory have one column per cell.
 
-    Attributes:
-      count: number of cells in the slice. Cells after the last cell of the grids are masked.
-      first_of_group: the group's first cell.
-      slices: the rows of all slices of the group.
-      number: index of this slice.
+    `first_of_group` is the group's first cell. `slices` are the rows of the group's slices, and `number` is the index
+    of this slice. Cells after the last cell of the grids are masked.
     """
 
     plan: Plan
@@ -56,17 +53,15 @@ class Cells:
 
     @property
     def elements(self):
-        """A `Layer` with one lane per element of the cells' states."""
         return self.plan.state_elements(self.count)
 
     def state_elements(self, part):
-        """Return the indices of a part of `elements`."""
         C = self.plan.channels
         lane = lane_and_column(part.lanes, 1)[0] + part.offset
         column, channel = quotient(lane, C), remainder(lane, C)
         is_element, cell = lane < C * self.count, column + self.first
         valid = is_element & (cell < self.plan.cells)
-        # Padding lanes after the last element use an unused row after the last channel's row.
+        # Padding lanes use an unused row after the last channel's row.
         row, column = jnp.where(is_element, channel, C), jnp.where(is_element, column, 0)
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
@@ -144,12 +139,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells: a cell's dkept plus its entries in the dseen of
-    the nine cells that see it. `write` takes the result of `load`.
-
-    Attributes:
-      fires: 0 for each cell that keeps its state in this tick, or None if all cells fire.
-      dseen, dkept: results of the backward of the next tick.
-      dkept_out: output for the gradients with respect to kept states.
+    the nine cells that see it. dseen and dkept are results of the backward of the next tick. `write` takes the result
+    of `load`, and writes the gradients with respect to kept states to `dkept_out`.
     """
 
     team: Team
@@ -165,7 +156,7 @@ class OutputGradients:
         ]
 
     def terms(self, part, cells):
-        """Load (dkept, dseen, fires) for a part. fires is None if all cells fire."""
+        """Load (dkept, dseen, fires) for a part."""
         elements = cells.state_elements(part)
         dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)
@@ -182,7 +173,6 @@ class OutputGradients:
             yield cell * plan.neighbourhood + p * plan.channels + channel, valid & elements.valid
 
     def write(self, slices, loaded):
-        """Write the gradients with respect to the last layer's outputs and to kept states."""
         for part, terms in zip(self.team.parts(slices[0].elements), loaded, strict=True):
             self.team.divide(part, slices, functools.partial(self.write_slices, part, terms))
 

@@ -1,8 +1,8 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
 A CTA computes one group of cells at a time, whose inputs and gates have rows in shared memory (plan.py). `heuristic`
-chooses the number of cells per group, so that the rows fit and all multiprocessors have groups. If the rows of one cell
-do not fit, the automaton is unsupported.
+chooses the number of cells per group, so that the rows fit and all multiprocessors have groups. An automaton is
+unsupported if the rows of one cell do not fit.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Number of cells per slice. The slices of a group have separate rows in shared memory. A row of four float32 is a
+"""Number of cells per slice of a group. Each slice has separate rows in shared memory. A row of four float32 is a
 thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the number of cells per group. A third slice would not fit. Groups of fewer than four cells were
-slower: docs/lab/2026-11-22-automata.md."""
+"""Candidates for the number of cells per group. Rows of a third slice would not fit. Groups of fewer than four cells
+were slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Latency per group, as the number of cells that could be computed in this time. Not tuned."""
+"""Latency per group, in cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
 """Largest number of warpgroups per CTA. One was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Maximum number of registers per thread for sums of dc, which share 255 registers with a step's values. Not tuned."""
+"""Maximum number of registers per thread for the sums of the coefficients' gradients. Not tuned."""
 _FORWARD_PROGRAMS = 2
 """Maximum number of CTAs of the forward per multiprocessor. More were no faster:
 docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory per CTA left to Mosaic GPU, more than its barrier takes. Not tuned."""
+"""Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer. Not tuned."""
 _MAX_CONSUMERS = 32
 """Maximum number of consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
 
@@ -47,8 +47,8 @@ class Config:
       programs: number of CTAs.
       lanes: largest number of lanes that one warpgroup computes per step, in registers.
       lookahead: number of steps by which wires and coefficients are fetched ahead.
-      warpgroups: number of warpgroups per CTA, at most `WARPGROUPS`.
-      totals_in_registers: whether a CTA sums dc over all its cells in registers, rather than in device memory.
+      warpgroups: number of warpgroups per CTA.
+      totals_in_registers: whether a CTA sums the coefficients' gradients in registers, not in device memory.
     """
 
     cells: int
@@ -63,12 +63,10 @@ class Config:
         return -(-self.cells // _SLICE)
 
     def rows(self, count: int) -> Any:
-        """Return shared memory with `count` rows per slice."""
         return plgpu.SMEM((self.slices, count, self.cells // self.slices), jnp.float32)
 
 
 def unsupported(*arrays: Array, plan: Plan) -> str | None:
-    """Return why the kernels do not support an automaton, or None."""
     consumers = max(*plan.output_consumers, plan.neighbour_consumers, plan.centre_consumers)
     if consumers > _MAX_CONSUMERS:
         return f"an input with {consumers} consumers, at most {_MAX_CONSUMERS}"
@@ -113,10 +111,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, in the simulator with one CTA and one warpgroup.
-
-    The simulator treats each gather or scatter as an access to all rows, and would report data races.
-    """
+    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter as
+    an access to all rows, and would report data races that do not exist."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

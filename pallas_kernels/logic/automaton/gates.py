@@ -9,8 +9,8 @@ shared memory, and writes the row of y. If dy is the gradient with respect to y,
 
 The backward visits the layers in reverse. Each consumer of a gate's output writes its da or db to a separate row of
 shared memory, and a table lists these rows. dy is their sum, in a fixed order and without atomics. A thread sums dc
-over the cells of a group, and adds it to a sum over all ticks so far. Each CTA has a separate sum in device memory. A
-CTA with many groups of cells may keep its sums in registers until the last group.
+over the cells of a group, and adds it to the CTA's sum over all ticks so far in device memory. A CTA with many groups
+of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -83,15 +83,15 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All reads come before the first write, because the compiler does not know that the rows differ, and could not
-        # reorder them.
+        # All reads come before the first write: the compiler could not reorder them, because it does not know that the
+        # rows differ.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates: operands of the forward; sums of dc so far, or None if they are in
-    registers; and rows to which consumers write gradients, two row numbers per integer."""
+    """Operands of the backward of a part's gates. `total` is None if sums of dc are in registers. `consumers` are the
+    rows to which consumers write gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -103,10 +103,9 @@ class Backward:
     """The backward of all layers.
 
     Attributes:
-      circuit: the forward's gates.
       consumers: array with the tables of `Plan.consumers`.
-      sums: a CTA's sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
-      previous_total, total: arrays in device memory from which and to which sums of dc are copied.
+      sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
+      previous_total, total: sums of dc in device memory, before and after this group of cells.
       dseen: output for the gradients with respect to the automaton's inputs.
     """
 
@@ -118,7 +117,6 @@ class Backward:
     dseen: Any
 
     def steps(self):
-        """Yield the steps of the backward, from the last layer to the inputs."""
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
@@ -153,7 +151,6 @@ class Backward:
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
     def read(self, part, fetched):
-        """Read the inputs a and b of a part's gates for each slice."""
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
@@ -187,15 +184,15 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return dy of a part's gates in layer `i`. For the last layer, it is already in shared memory."""
+        """Return dy of a part's gates, which for the last layer is already in shared memory."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Write the gradients with respect to the inputs of perception's first layer, summed over kernels. `firsts[0]`
-        has the first kernel's row for each lane."""
+        """Sum the gradients with respect to the inputs of perception's first layer over kernels. `firsts[0]` has the
+        first kernel's row for each lane."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -215,7 +212,6 @@ class Backward:
 
 
 def zero_totals(plan, team):
-    """Return zeros in registers for the sums of dc, one block per part."""
     lanes = [part.lanes for _, part in _parts(plan, team)]
     return [plgpu.layout_cast(jnp.zeros((n, 4), jnp.float32), block_layout(n, 4)) for n in lanes]
 
@@ -231,11 +227,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. `sums` are in registers, `before` and `after` in device memory.
-
-    If the warpgroups divide the slices of a part, the second warpgroup passes its block through rows of shared memory
-    to the first warpgroup.
-    """
+    """Write `before + sums` to `after`. If warpgroups divide the slices of a part, the second passes its sums through
+    shared memory to the first."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

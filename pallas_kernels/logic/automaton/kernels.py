@@ -107,10 +107,8 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total).
-
-    dseen has the gradients with respect to the nine cells that each cell sees. dkept has the gradients with respect to
-    the states that cells keep if they do not fire. total has the gradients with respect to the coefficients.
+    """Return (dseen, dkept, total): the gradients with respect to the nine cells that each cell sees, to the states
+    that cells keep if they do not fire, and to the coefficients.
 
     The arguments dseen and dkept are results of the backward of the next tick. The gradient with respect to a cell's
     next state is its dkept plus its entries in the dseen of the nine cells that see it.
@@ -122,7 +120,7 @@ def tick_backward(
         numbers per integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, sums so far per CTA and lane, to which this tick is added.
+      total: `(programs, plan.gates, 4)` float32, sums of later ticks per CTA and lane. The result includes this tick.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -174,8 +172,7 @@ def _groups_of_program(plan, config):
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
     """Compute the steps of `steps(slices, carry)` for each group of a CTA's cells. Return the final `carry`, None or a
-    list that the steps change in place. `loads` fetch the next group's data during a group's last steps.
-    """
+    list that the steps change in place. `loads` fetch the next group's data during a group's last steps."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

@@ -8,8 +8,8 @@ in the neighborhood, channel). The rows of the gates follow, layer by layer. Per
 kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
-of layers whose backward is finished. A gradient is a sum over consumers, the gates that read a row. Each consumer
-writes its term to a separate row, and tables list these rows.
+of layers whose backward is finished. Each consumer of a row, a gate that reads it, writes a gradient to a separate row.
+Tables list the rows whose sum is a row's gradient.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Layer:
 
     @property
     def coefficients(self) -> int:
-        """Number of the layer's rows in the array of coefficients, including lanes without a gate."""
+        """Number of the layer's rows in the array of coefficients."""
         return -(-self.lanes // self.copies)
 
 
@@ -57,7 +57,6 @@ class Plan:
 
     Attributes:
       batch, height, width: number of grids, and rows and columns of cells per grid.
-      channels: number of channels per cell.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
       perception: each layer's number of gates per kernel.
@@ -94,7 +93,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """A row of zeros, which fills unused entries of tables."""
+        """A row of zeros, for unused entries of tables."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -113,7 +112,7 @@ class Plan:
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Each layer's first gate among the lanes of all layers, then the number of lanes."""
+        """Each layer's first lane among the lanes of all layers, then the number of lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -127,7 +126,6 @@ class Plan:
 
     @property
     def gates(self) -> int:
-        """Number of lanes of all layers."""
         return self.rows - self.inputs.lanes
 
     @functools.cached_property
@@ -145,7 +143,7 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows of gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
+        """Rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
@@ -163,7 +161,7 @@ class Plan:
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The tables of consumers, which lie in one array in the order of the fields."""
+        """The tables of consumers, in one array in the order of the fields."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -177,8 +175,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of `consumers` rows of shared memory for each lane, two row numbers per integer. It is at index `first`
-    of a longer array, as `(pairs, lanes)` integers."""
+    """A table of `consumers` rows of shared memory for each lane, two row numbers per integer. It starts at index
+    `first` of a longer array, and has `(pairs, lanes)` integers."""
 
     first: int
     consumers: int
@@ -192,8 +190,8 @@ class Table:
 class ConsumerTables(NamedTuple):
     """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
 
-    `kernel_sums` is for the sums over perception's kernels. It lists only the first kernel's row. The row of each
-    further kernel is `channels` rows after the previous kernel's row.
+    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The row of each further kernel
+    is `channels` rows after the previous kernel's row.
     """
 
     layers: tuple[Table, ...]
@@ -206,7 +204,7 @@ class GradientRows:
     """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the first row to which its gates write gradients: da of all gates, followed by db. These
+      firsts: for each layer, the first row to which its gates write gradients, with respect to inputs a and then b. The
         rows are reused when the layer before has read them. The rows of the update's first layer are kept until the
         gradients with respect to the automaton's inputs are computed.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
@@ -220,12 +218,11 @@ class GradientRows:
 
     @property
     def count(self) -> int:
-        """Number of all rows that the backward needs."""
         return self.outputs.end
 
 
 def _gap(taken, size):
-    """Return the first of the lowest `size` consecutive rows outside the `(first, end)` ranges in `taken`."""
+    """Return the lowest row from which `size` rows are outside all `(first, end)` ranges in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

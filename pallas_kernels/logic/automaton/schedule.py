@@ -1,8 +1,8 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
 A layer is divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes a list of
-steps, one per part, and fetches the operands of each step from device memory a few steps earlier. All warpgroups meet
-at a barrier after a layer, because the next layer reads rows of shared memory that other warpgroups wrote.
+steps, one per part, and fetches a step's operands from device memory a few steps earlier. All warpgroups meet at a
+barrier after a layer, because the next layer reads rows of shared memory that other warpgroups wrote.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ class Part:
 
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
-      lanes: number of lanes.
       is_alone: whether the part has too few lanes to divide them among the warpgroups. Then one warpgroup computes the
         part, or each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
@@ -49,8 +48,8 @@ class Step:
       fetch: function that returns the operands from device memory.
       compute: function of the operands, and of the result of `read` if there is one.
       is_last: whether this is the last step of its layer, after which a barrier follows.
-      read: None, or a function of the operands that reads the rows of the step's inputs before the barrier, so that the
-        rows arrive while the warpgroup waits. The previous step must not write these rows.
+      read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier, so
+        that the reads overlap with waiting. The previous step must not write these rows.
     """
 
     fetch: Callable[[], Any]
@@ -61,7 +60,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The warpgroups of a CTA, as one of them sees it. They meet at `barrier`."""
+    """The warpgroups of a CTA, as one of them sees it."""
 
     config: Config
     warpgroup: Any
@@ -84,7 +83,6 @@ class Team:
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
-        """Return the slices for which this warpgroup computes a part."""
         if self.shares_slices(part, len(slices)):
             return [dataclasses.replace(slices[0], number=self.warpgroup & (WARPGROUPS - 1))]
         return slices
@@ -97,7 +95,7 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`, or for a part that `is_alone`, in other warpgroups than the first, `otherwise`."""
+        """Return `function()`. If the part `is_alone`, warpgroups other than the first return `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -107,10 +105,8 @@ class Team:
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps in order, and fetch operands `lookahead` steps earlier.
-
-        `fetched` has the operands of the first steps. Return them for the next repetition, or an empty list.
-        """
+        """Compute the steps, and fetch operands `lookahead` steps ahead. `fetched` has the operands of the first steps.
+        Return them for the next repetition, or an empty list."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
