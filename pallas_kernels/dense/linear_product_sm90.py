@@ -52,7 +52,7 @@ class Config:
       stages: number of stages of the ring.
       splits: number of parts of the summed axis.
       cluster: number of CTAs per cluster, 1 or 2.
-      raster: width of a column block in tiles; 0 for a single block. One column block is computed after another.
+      raster: width of a column block in tiles, or 0 for a single block. One block is computed after another.
     """
 
     rows: int
@@ -100,8 +100,7 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Number of consumers per tile. One consumer means the ping-pong schedule, in which all tiles need equally many
-    steps."""
+    """Number of consumers per tile: one in the ping-pong schedule, in which all tiles need equally many steps."""
 
     def check(self, kernel: str) -> None:
         """Raise ValueError unless tiles divide the columns, and column blocks divide the columns of tiles."""
@@ -119,7 +118,6 @@ class Product:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of tiles; a cluster counts as one tile."""
         return -(-self.rows // (self.config.rows * self.config.cluster))
 
     @property
@@ -128,7 +126,7 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all splits; a cluster counts as one tile."""
+        """Number of tiles of all splits; a cluster counts as one tile."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
@@ -167,7 +165,6 @@ class Product:
         return _Tile(split, (row * config.cluster + cta) * config.rows, column * config.columns, column, first, end)
 
     def consumed_rows(self, tile: _Tile, warpgroup: Any) -> Any:
-        """Return the slice of the result's rows whose sums a consumer holds."""
         return pl.ds(tile.row + self.first_row(warpgroup), self.consumer_rows)
 
     def first_row(self, warpgroup: Any) -> Any:
@@ -211,11 +208,9 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`.
-
-        `count` is the number of steps before the tile, including steps of skipped tiles. `turn` is the index of the
-        tile's consumer in the ping-pong schedule, else 0.
-        """
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`. Return
+        the last count. `count` is the number of steps before the tile, including skipped tiles. `turn` is the index of
+        the tile's consumer in the ping-pong schedule, else 0."""
 
         def visit_next(i, count):
             number = first + i * stride
@@ -228,7 +223,6 @@ class Product:
         return lax.fori_loop(0, visits, visit_next, jnp.int32(first * self.steps))
 
     def produce(self, ring: Ring, count: Any, turn: Any, tile: _Tile) -> Any:
-        """Copy the operands' blocks for all steps of a tile."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def fetch(step, count):
@@ -247,7 +241,6 @@ class Product:
         turn: Any,
         tile: _Tile,
     ) -> Any:
-        """Multiply all steps of a tile, and pass the sums to the epilogue."""
         ring = dataclasses.replace(ring, turn=turn)
 
         def accumulate(*sums):

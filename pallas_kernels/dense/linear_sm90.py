@@ -55,7 +55,6 @@ Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
-    """Return a config without clusters and splits, with as many stages as fit next to `buffer_bytes`."""
     available_bytes = device.target().shared_bytes - _RESERVED_BYTES - buffer_bytes
     return Config(_ROWS, columns, stages=min(_MAX_STAGES, available_bytes // ((_ROWS + columns) * STEP * ITEM_BYTES)))
 
@@ -94,7 +93,7 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Product):
-    """The product `z = x wᵀ + b`, whose tiles are stored in blocks of columns through shared memory."""
+    """The product `z = x wᵀ + b`, stored in blocks of columns through shared memory."""
 
     consumers = 1
 

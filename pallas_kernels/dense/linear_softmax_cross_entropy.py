@@ -27,13 +27,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a row.
-
-    Attributes:
-      length: number of logits per vector, a divisor of a row's length.
-      parts: number of parts of a row.
-      unrolled: number of vectors whose loads are in flight at once.
-    """
+    """Tiles of a row: logits per vector, which divide its length; parts; and vectors with loads in flight at once."""
 
     length: int
     parts: int

@@ -1,7 +1,7 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
 Activations have one row per example, padded to a multiple of 32. A 1 follows a hidden layer's outputs, so that the next
-layer's weight gradient contains its bias gradient.
+layer's weight gradient also contains that layer's bias gradient.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's l
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The ring through which a kernel streams weights: number of slices, 1 in `weighed_gradients`."""
+    """The number of slices in the ring of weights, 1 in `weighed_gradients`."""
 
     stages: int
 
@@ -105,7 +105,6 @@ class Network:
         return self.stages(self.all_products, self.widths)
 
     def scratch(self, products: list[tuple[int, int]], operands: tuple[int, ...], stages: int) -> list[Any]:
-        """Return the ring's stages and barriers, and operands of these widths."""
         return [
             operand((stages, max(outputs for _, outputs in products), SLICE), jnp.float32),
             plgpu.Barrier(num_barriers=stages),

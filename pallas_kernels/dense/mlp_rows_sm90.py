@@ -61,19 +61,16 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    Otherwise, an infinite or NaN input would spread to all columns of the next layer, because its products with the
-    zeros that pad the weights are NaN.
+    Without the mask, an infinite or NaN input would spread to all columns of the next layer, because its products with
+    the zeros that pad the weights are NaN.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits, in registers.
-
-    `shifted_logits` is the logits minus the maximum of their row, and -inf after the last class. `total` is the sum of
-    a row of exponentials. `label_mask` is true in the column of a row's label.
-    """
+    """The softmax of each row of logits, in registers. `shifted_logits` is the logits minus the maximum of their row,
+    and -inf after the last class. `total` is the sum of a row of exponentials. `label_mask` is true at the label."""
 
     shifted_logits: Array
     exponentials: Array

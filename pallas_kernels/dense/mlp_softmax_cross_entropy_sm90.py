@@ -63,11 +63,9 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`.
-
-    `weights` and `biases` are views of one packed array. `operands` are rows of x and of each hidden layer's outputs,
-    in shared memory.
-    """
+    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`. `weights` and
+    `biases` are views of one packed array. `operands` are rows of x and of each hidden layer's outputs, in shared
+    memory."""
 
     x: Any
     labels: Any

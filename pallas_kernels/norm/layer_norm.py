@@ -3,13 +3,13 @@
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
 Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm (`center=False`)
-omits the mean and the bias. Sums are in float32. A row's mean is stored as its `offset` from the row's first element.
-If values are far from zero, rounding the mean would lose digits of `x - mean`.
+omits the mean and the bias. A row's mean is stored as its `offset` from the row's first element, because rounding a
+mean far from zero would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
 the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. A row
-may not fit in registers, so each pass reads it from device memory again. Without shared memory, the kernels also run in
-the interpreter.
+may not fit in registers, so each pass reads it from device memory again. All sums are in float32. Without shared
+memory, the kernels also run in the interpreter.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _SUMMED_COLUMNS = 4096
 """Maximum number of columns for which a CTA sums the gradients of scale and bias, in 32 or 64 of a thread's 255
 registers (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum number of rows per CTA of `gradients`. More rows would leave fewer CTAs to hide latency. Not tuned."""
+"""Maximum number of rows per CTA of `gradients`. Fewer CTAs would hide less latency. Not tuned."""
 _PROGRAMS = 4
 """Least number of CTAs of `gradients` per multiprocessor for which a CTA has more than one row. Not tuned."""
 
@@ -50,7 +50,7 @@ class GradientsConfig:
 
     Attributes:
       vector: number of elements per load of a CTA, a multiple of its number of threads.
-      rows: number of rows per CTA, whose columns it reads all.
+      rows: number of rows per CTA, which reads all their columns.
       columns: number of columns of dx per CTA, a multiple of `vector`.
     """
 
@@ -136,8 +136,6 @@ def gradients(
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
-    Without `center`, there is neither `mean(t)` nor dbias.
-
     Args:
       dy, x: `(rows, hidden)`.
       bias: the forward's bias, used only with both `with_y` and `center`.
@@ -145,7 +143,8 @@ def gradients(
       with_y: whether to recompute and return y.
 
     Returns:
-      dx in x's dtype, float32 dscale, float32 dbias or None without `center`, and y or None without `with_y`.
+      dx in x's dtype, float32 dscale and dbias, and y. Without `center`, dbias is None and dx has no `mean(t)`. Without
+      `with_y`, y is None.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))

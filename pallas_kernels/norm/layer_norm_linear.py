@@ -31,7 +31,7 @@ _LOADED_OUTPUTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How CTAs divide dw: outputs and columns per CTA, which divide all outputs and columns."""
+    """How CTAs divide dw: outputs and columns per CTA, divisors of all outputs and columns."""
 
     outputs: int
     columns: int

@@ -3,7 +3,7 @@
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
 The mean and inv_std are statistics of a row of x. LayerNorm has the parameters scale and bias, and the dense layer has
-the parameters w and b. The widths of x and z must be small, because w stays in shared memory. CTAs are persistent. In
+the parameters w and b. CTAs are persistent. Because w stays in shared memory, the widths of x and z must be small. In
 the forward, each of two warpgroups computes different blocks of 64 rows. A TMA copy brings a block into shared memory.
 The warpgroup loads it into registers, and starts the copy of the next block. It normalizes the rows in registers, from
 which `wgmma` reads them, and stores z by TMA. In the input gradient, each warpgroup computes half of the columns of
@@ -39,8 +39,8 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster than separate kernels. Fewer rows of y pass between separate
-kernels through the L2 cache (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster than separate kernels. With fewer rows, y stays in the L2 cache
+between the separate kernels (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
 """Number of warpgroups per CTA. With three, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
@@ -77,7 +77,6 @@ def _unsupported(x: Any, w: Any, shared_bytes: Callable[..., int]) -> str | None
 
 
 def _aligned_bytes(*sizes: int) -> int:
-    """Return the bytes of shared memory of buffers of these sizes, each aligned to `_ALIGNMENT`."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 

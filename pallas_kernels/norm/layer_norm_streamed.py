@@ -46,7 +46,6 @@ def _unsupported(x: Any, *, arrays: int) -> str | None:
 
 
 def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
-    """Return the config for `arrays` streamed arrays, up to `stages` stages and `programs` CTAs."""
     stages = min(stages, _fitting_stages(x, arrays))
     ring_bytes = stages * _stage_bytes(x, arrays)
     program_bytes = ring_bytes + _OVERHEAD_BYTES + _DRIVERS_BYTES
@@ -215,7 +214,6 @@ def _division(rows: int, config: Config) -> tuple[int, int]:
 
 
 def _stages(block: Block, config: Config, *arrays: Array) -> list[Any]:
-    """Return the stages of a ring for these arrays, and the ring's barriers."""
     stages = [plgpu.SMEM((config.stages, config.rows, *block.shape[1:]), a.dtype) for a in arrays]
     return [stages, plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.stages)]
 
@@ -274,7 +272,7 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite the blocks of x with dx and, if `with_y`, of dy with y. Return `sums` plus the blocks' terms."""
+        """Overwrite blocks of x with dx and, if `with_y`, of dy with y. Return `sums` plus the blocks' terms."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)

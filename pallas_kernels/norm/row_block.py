@@ -32,10 +32,8 @@ class Block:
     """A block of rows in registers, of shape `(rows, hidden / piece, piece)`.
 
     Attributes:
-      hidden: number of columns.
       rows: number of rows: one per warp, or one for the whole warpgroup.
       piece: number of adjacent columns along the last axis of a TMA copy.
-      layout: layout of the registers.
     """
 
     hidden: int
@@ -53,12 +51,10 @@ class Block:
 
     @property
     def row_layout(self) -> Any:
-        """Layout of one value per row."""
         return self.layout.reduce((1,)).reduce((1,))
 
     @property
     def column_layout(self) -> Any:
-        """Layout of one value per column."""
         return self.layout.reduce((0,))
 
     def split_columns(self, a: Array) -> Array:
@@ -106,15 +102,15 @@ class Block:
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        These are all blocks with one row per warp, so that the latencies of their shuffles overlap. A block with one
-        row per warpgroup is computed separately, so that it can use all registers.
+        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A block
+        with one row per warpgroup is computed separately, so that it can use all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
         """Return a function that returns the value of `compute`. With one row per warp, each call computes it again.
-        Otherwise, it stays in registers."""
+        Otherwise, the value is computed once and stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
@@ -163,7 +159,7 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return the `Block` for rows of `hidden` columns, or None if this number is unsupported."""
+    """Return the `Block` for rows of `hidden` columns, or None if the number is unsupported."""
     if hidden <= 1024 and hidden % 128 == 0:
         # Each row belongs to one warp, which sums the row without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)

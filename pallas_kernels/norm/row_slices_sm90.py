@@ -24,7 +24,6 @@ def column_slices(width: int) -> list[Any]:
 
 
 def columns_of(a: Array, columns: Any) -> Array:
-    """Return the columns in one slice of an array in registers."""
     return a[..., columns.start : columns.start + columns.size]
 
 
@@ -39,7 +38,6 @@ def broadcast_columns(a: Array) -> Array:
 
 
 def load_columns(ref: Any, columns: Any) -> Array:
-    """Load and broadcast one value per column."""
     return broadcast_columns(load(ref.at[columns], value_a_column(), optimized=False))
 
 

@@ -25,7 +25,6 @@ class Config:
 
     Attributes:
       rows: number of rows per group, which fills one stage and consists of whole blocks (`row_block.py`).
-      stages: number of stages of the ring.
       programs: number of resident CTAs per multiprocessor.
     """
 
