@@ -7,9 +7,10 @@ Here o is an output, x the input, w and b the parameters, and dy the gradient wi
 z or dw by the pipeline of `linear_product_sm90`: TMA copies to shared memory, `wgmma`, and sums in registers.
 
 For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
-cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The rows are split (split-K) until all
-multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones
-yields db. The CTAs that read a column of dy share the rows of this sum.
+cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The summed axis is the outermost axis of
+both operands, which `wgmma` supports in half precision. It is split (split-K) until all multiprocessors are busy, and
+the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones yields db. The CTAs that read
+a column of dy share the rows of this sum.
 """
 
 import dataclasses

@@ -221,11 +221,9 @@ class _Part:
         return pl.ds(first, self.config.length)
 
     def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros).
-
-        `load_group(group)` loads `unrolled` vectors, the last one repeatedly if there are fewer. For each, it returns
-        whether the vector exists, z, and the mask of columns that are classes, or None if all are.
-        """
+        """Return (load_group, number of groups, a vector of zeros). `load_group(group)` loads `unrolled` vectors, the
+        last one repeatedly if there are fewer. For each vector, it returns whether the vector exists, z, and the mask
+        of columns that are classes, or None if all are."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

@@ -1,11 +1,10 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
 A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream by TMA through a
-ring of stages in shared memory, in slices of 32 of a layer's inputs. `wgmma` multiplies the activations by the slices.
-Bias, ReLU, and softmax are computed on the sums in registers. The forward writes the losses, the logits, and each
-layer's outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU,
-and to x. Factors of products are rounded to TF32; the rest is in float32. Rows are padded to `mlp_network_sm90`'s
-`widths`.
+ring of stages in shared memory (`mlp_stream_sm90`). `wgmma` multiplies the activations by slices of the weights. Bias,
+ReLU, and softmax are computed on the sums in registers. The forward writes the losses, the logits, and each layer's
+outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU, and to
+x. Factors of products are rounded to TF32; the rest is in float32. Rows are padded to `Network.widths`.
 
 Launches and latencies bound small batches. For them, one kernel computes the forward and the gradients of each
 example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and

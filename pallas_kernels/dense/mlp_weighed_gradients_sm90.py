@@ -24,12 +24,9 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References of `_WeighedGradients.body`.
-
-    dx and `gradients` are gradients of each example's loss. The outputs are `weighed_dx` and `sums`, each layer's dw
-    for each 128 examples. `left` and `right` are transposed gradients and inputs of a tile, in shared memory. At
-    `tile_stored`, the warpgroups wait until both have stored their halves.
-    """
+    """References of `_WeighedGradients.body`. The outputs are `weighed_dx` and `sums`, each layer's dw for each 128
+    examples. `left` and `right` are transposed gradients and inputs of a tile, in shared memory. At the barrier
+    `tile_stored`, the warpgroups wait until both have stored their halves."""
 
     dy: Any
     x: Any
@@ -147,7 +144,7 @@ def weighed_gradients(
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
     Here g is the gradient of each example's loss, with respect to x in dx, and with respect to a layer's sums in dw and
-    db. h is the layer's input, o an output of the layer, and i an input of the layer.
+    db. h is the layer's input, o an output, and i an input.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

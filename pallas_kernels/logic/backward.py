@@ -14,13 +14,12 @@ in shared memory except in `gradients_by_input`. The kernels differ in what a CT
 - `gradients_by_input`: dx of one input and dc of some of its consumers, over which it loops. All wires are supported.
 - `gradients_along_trail`, in `backward_along_trail`: dx and dc of consecutive inputs of the Euler trail. Every input
   must have two consumers, or every input four.
-- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They have all loads in flight
-  at once, for short rows, in which a CTA mostly waits for loads.
+- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They start all loads at once,
+  because a CTA with short rows mostly waits for loads.
 
-Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`, or `(groups, N)` if equal groups of
-neighboring gates share a gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx has this
-dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid: see `forward`.
-docs/kernels/logic.md explains what bounds the kernels; docs/lab/2026-11-22-logic.md lists experiments.
+Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. It may be `(groups, N)` if equally large
+groups of neighboring gates share a gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx
+has this dtype and dc is float32; both are summed in float32. The batch is the slow axis of every grid: see `forward`.
 """
 
 import dataclasses

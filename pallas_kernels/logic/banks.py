@@ -4,9 +4,9 @@ Shared memory has 32 banks of 4 bytes. An octet, eight neighboring threads, make
 use different banks. A row takes 16 bytes, so rows whose indices have equal residues mod 8 conflict. Each further row
 with an equal residue takes another cycle.
 
-The gates of a layer may be assigned to lanes in any order, and a gate's lane determines its row. An octet of gates
-reads its inputs a at one time, and its inputs b at another. A gate's position within its octet is the residue of its row,
-which decides the conflicts when the next layer reads the row, and when gradients are written to it.
+A layer's gates may be assigned to lanes in any order, and a gate's lane determines its row. An octet of gates reads its
+inputs a at one time, and its inputs b at another. A gate's position within its octet is the residue of its row, which
+decides the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -110,7 +110,7 @@ def _roles(layer, inputs):
 
 def _with_residues(octets, readers, roles):
     """Return an order of the gates in which a gate's position within its octet is its residue. In one octet after
-    another, gates exchange residues as long as an exchange lowers the cost of bank conflicts.
+    another, gates exchange residues while this lowers the cost of bank conflicts.
 
     Args:
       octets, roles: results of `_octets` and `_roles`.

@@ -2,8 +2,8 @@
 
 A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
 registers, and stores the outputs. The batch is the slow axis of the grid, so that the gates, which read rows of x in
-random order, find a lane block in the L2 cache. docs/kernels/logic.md explains what bounds the kernel;
-docs/lab/2026-11-22-logic.md lists experiments.
+random order, find a lane block in the L2 cache. docs/kernels/logic.md explains what bounds the kernels for layers of
+gates; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses

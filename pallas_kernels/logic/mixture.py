@@ -59,7 +59,7 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator: see `on_gpu`.
+    """Return dlogits. Both kernels of this file run only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
       dc: `(*gates, 4)`, float32.

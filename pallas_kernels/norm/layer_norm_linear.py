@@ -2,8 +2,8 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows; the other sums are over the outputs of the dense layer. x̂
-is the normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and bias are
+Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows; the other sums are over the dense layer's outputs. x̂ is the
+normalized input, dz the gradient with respect to the dense layer's output, w its weights, and scale and bias are
 LayerNorm's parameters. A CTA reads s and w of some outputs and columns into registers, writes dw, and sums dscale and
 dbias over its outputs. XLA then adds the sums of the CTAs in a fixed order.
 """

@@ -2,12 +2,11 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The mean and inv_std are statistics of a row of x. LayerNorm has the parameters scale and bias, and the dense layer has
-the parameters w and b. CTAs are persistent. Because w stays in shared memory, the widths of x and z must be small. In
-the forward, each of two warpgroups computes different blocks of 64 rows. A TMA copy brings a block into shared memory.
-The warpgroup loads it into registers, and starts the copy of the next block. It normalizes the rows in registers, from
-which `wgmma` reads them, and stores z by TMA. In the input gradient, each warpgroup computes half of the columns of
-each block.
+The mean and inv_std are statistics of a row of x; scale and bias are LayerNorm's parameters, w and b the dense layer's.
+CTAs are persistent. Because w stays in shared memory, the widths of x and z must be small. In the forward, each of two
+warpgroups computes different blocks of 64 rows. A TMA copy brings a block into shared memory. The warpgroup loads it
+into registers, and starts the copy of the next block. It normalizes the rows in registers, from which `wgmma` reads
+them, and stores z by TMA. In the input gradient, each warpgroup computes half of a block's columns.
 """
 
 import dataclasses
@@ -252,8 +251,7 @@ def input_gradient(
 
     Args:
       dz: `(rows, outputs)`, the gradient with respect to z.
-      x, scale, w: arguments of the forward.
-      offset, inv_std: results of the forward.
+      x, scale, w, offset, inv_std: arguments and results of the forward.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)

@@ -173,7 +173,7 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
     """Return only dx, `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in the dtype of x̂. Here `t = dy * scale`.
 
     Args:
-      t, normalised: `(rows, hidden)`; `normalised` is x̂.
+      t, normalised: t and x̂, `(rows, hidden)`.
       inv_std: `(rows,)`, float32.
     """
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
@@ -184,7 +184,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
     """Normalize x without scale and bias, and compute dx as `input_gradient` does. Return dx and x̂ in x's dtype.
 
     Args:
-      t, x: `(rows, hidden)`; `t = dy * scale`.
+      t, x: `(rows, hidden)`.
     """
     return _launch_input_gradient(t, x, None, eps, config)
 

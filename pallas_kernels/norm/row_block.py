@@ -72,7 +72,6 @@ class Block:
         return plgpu.layout_cast(a, self.layout)
 
     def load_row_values(self, ref: Any, row: Any) -> Array:
-        """Load one value per row, from `row` on."""
         return self.load(self.block_rows(ref, row), self.row_layout)
 
     def load_statistics(self, refs: Statistics, row: Any) -> Statistics:

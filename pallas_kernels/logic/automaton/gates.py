@@ -227,8 +227,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. If warpgroups divide the slices of a part, the second passes its sums through
-    shared memory to the first."""
+    """Write `before + sums` to `after`. If warpgroups divide the slices of a part, the second warpgroup
+    passes its sums through shared memory to the first."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

@@ -8,8 +8,8 @@ in the neighborhood, channel). The rows of the gates follow, layer by layer. Per
 kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
-of layers whose backward is finished. Each consumer of a row, a gate that reads it, writes a gradient to a separate row.
-Tables list the rows whose sum is a row's gradient.
+of layers whose backward is finished. A consumer of a row, a gate that reads the row, writes a gradient to a separate
+row. Tables list the gradients that sum to a row's gradient.
 """
 
 import dataclasses
