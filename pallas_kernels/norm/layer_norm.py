@@ -32,7 +32,7 @@ _SUMMED_COLUMNS = 4096
 """Maximum number of columns for which a CTA sums the gradients of scale and bias, in 32 or 64 of a thread's 255
 registers (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum number of rows per CTA of `gradients`. Fewer CTAs would hide less latency. Not tuned."""
+"""Maximum number of rows per CTA of `gradients`. More rows per CTA leave fewer CTAs to hide latency. Not tuned."""
 _PROGRAMS = 4
 """Least number of CTAs of `gradients` per multiprocessor for which a CTA has more than one row. Not tuned."""
 
