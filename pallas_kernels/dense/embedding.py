@@ -113,8 +113,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, once each, between entries that equal the number of rows. A long run contains a
-    multiple of `_LONG_RUN`, so only rows at these positions are tested."""
+    """Return the rows with long runs, and the number of rows as other entries. Long runs contain multiples of
+    `_LONG_RUN`, so only the rows at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

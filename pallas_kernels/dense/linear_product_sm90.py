@@ -149,8 +149,7 @@ class Product:
 
     @property
     def barriers(self) -> list[Any]:
-        """The ring's barriers: one per turn and stage, at which copies arrive, and one per stage, at which consumers
-        release it."""
+        """Barriers at which copies arrive, one per turn and stage, and at which consumers release a stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -185,10 +184,8 @@ class Product:
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
             `count` counts the steps of all tiles.
-          accumulators: types of each consumer's accumulators.
           spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
-            `multiply(stage, *accumulators)` starts a step's products, and returns when the previous step's products
-            are done.
+            `multiply(stage, *accumulators)` starts a step's products, and finishes the previous step's products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums, which are in registers.
         """
 

@@ -238,8 +238,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Return three ranges of a tile's steps, of which the second is also added to db. The second ranges of a row of
-        tiles cover all steps."""
+        """Return three ranges of steps, of which only the second is added to db. The second ranges of a row of tiles
+        cover all steps."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

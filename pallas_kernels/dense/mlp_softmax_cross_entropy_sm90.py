@@ -62,9 +62,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`. `weights` and
-    `biases` are views of one packed array. `operands` are rows of x and of each hidden layer's outputs, in shared
-    memory."""
+    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`. `operands` are rows
+    of x and of each hidden layer's outputs, in shared memory."""
 
     x: Any
     labels: Any
@@ -165,8 +164,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`. `operands` are rows of the gradients with respect to each layer's sums, in shared
-    memory. `dx` is None if it is unused."""
+    """References of `backward`. `operands` are gradients with respect to each layer's sums, in shared memory."""
 
     dy: Any
     labels: Any

@@ -24,9 +24,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References of `_WeighedGradients.body`. The outputs are `weighed_dx` and `sums`, each layer's dw for each 128
-    examples. `left` and `right` are transposed gradients and inputs of a tile, in shared memory. At the barrier
-    `tile_stored`, the warpgroups wait until both have stored their halves."""
+    """References of `_WeighedGradients.body`. `sums` is each layer's dw for each 128 examples. `left` and `right` are
+    transposed gradients and inputs of a tile, in shared memory, which both warpgroups store before `tile_stored`."""
 
     dy: Any
     x: Any

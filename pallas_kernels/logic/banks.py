@@ -110,12 +110,8 @@ def _roles(layer, inputs):
 
 def _with_residues(octets, readers, roles):
     """Return an order of the gates in which a gate's position within its octet is its residue. In one octet after
-    another, gates exchange residues while this lowers the cost of bank conflicts.
-
-    Args:
-      octets, roles: results of `_octets` and `_roles`.
-      readers: `(2, gates)`, a number for each gradient that a gate writes, equal for gradients that an octet reads
-        together.
+    another, gates exchange residues while this lowers the cost of bank conflicts. `readers` is `(2, gates)`, a number
+    for each gradient that a gate writes, equal for gradients that an octet reads together.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)

@@ -171,8 +171,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, which is loaded again for every use, in slices of columns, `vectors`. `mask_ref` is 1 in
-    the `hidden` columns of the row and 0 in padding."""
+    """A row in device memory, loaded again for every use. `mask_ref` is 1 in its `hidden` columns and 0 in padding."""
 
     x_ref: Any
     mask_ref: Any

@@ -101,8 +101,8 @@ class Block:
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of the first rows of a stage's blocks. The blocks of one list are computed together.
 
-        Blocks with one row per warp are computed together, so that the latencies of their shuffles overlap. A block
-        with one row per warpgroup is computed separately, so that it can use all registers.
+        Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
+        row per warpgroup has a separate list, so that it can use all registers.
         """
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
@@ -116,8 +116,8 @@ class Block:
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each block, where `a` is its entry of `row_values`, repeated along each row.
-        Blocks and results are functions as in `values`."""
+        """Return `operation(block, a)` for each block, with its entry a of `row_values` repeated along each row. Blocks
+        and results are functions as in `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))

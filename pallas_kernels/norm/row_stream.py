@@ -55,8 +55,7 @@ class Stream:
         Return the last carry.
 
         A step gets one stage per array of `sources`. After it has called `wait`, the stages hold the group's rows. It
-        overwrites the first stages, one per array of `targets`, and the results are copied to `targets`. `stages` and
-        `loaded` are the ring's buffers and barriers.
+        overwrites the first stages, one per array of `targets`, and the results are copied to `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

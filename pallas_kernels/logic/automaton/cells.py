@@ -163,8 +163,7 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see an element's cell, yield the element's index in dseen, and whether that
-        cell exists."""
+        """Yield an element's index in the dseen of each of the nine cells that see it, and whether that cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

@@ -90,8 +90,8 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `total` is None if sums of dc are in registers. `consumers` are the
-    rows to which consumers write gradients, two row numbers per integer."""
+    """Operands of the backward of a part's gates. `consumers` are the rows to which consumers write gradients, two row
+    numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -145,8 +145,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices for which this warpgroup computes a part's gradients. Warpgroups may divide the slices if
-        the sums are in registers."""
+        """Return the slices for which this warpgroup computes a part's gradients. Warpgroups can
+        only divide the slices if the sums are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -191,8 +191,7 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Sum the gradients with respect to the inputs of perception's first layer over kernels. `firsts[0]` has the
-        first kernel's row for each lane."""
+        """Sum the gradients of perception's inputs over kernels. `firsts[0]` has the first kernel's row per lane."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
