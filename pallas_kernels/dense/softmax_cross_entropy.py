@@ -51,7 +51,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Returns:
       loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs both, because
-      half-precision probabilities or log(total) would round the gradient of a nearly perfect example to zero.
+      half-precision probabilities or log(total) would round the gradient of an almost perfectly classified example to
+      zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)

@@ -9,7 +9,7 @@ kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
 of layers whose backward is finished. A consumer of a row, a gate that reads the row, writes a gradient to a separate
-row. Tables list the gradients that sum to a row's gradient.
+row. Tables list these separate rows, whose sum is the gradient with respect to the row that was read.
 """
 
 import dataclasses
