@@ -60,8 +60,9 @@ def check(
       float64. If central differences contradict autodiff with two step sizes, the differences are expected instead.
     - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
 
-    Values and gradients are also computed outside `jit`, under `vmap` and `jax.checkpoint`, and with one array passed
-    as all arguments of its shape. Gradients are also compared on added data. `added` names this data:
+    If a backward is hand-written, values and gradients are also computed outside `jit`, under `vmap` and
+    `jax.checkpoint`, and with one array passed as all arguments of its shape. Gradients are also compared on added
+    data. `added` names this data:
 
     - "cotangents": dy times -30, and dy with zeros.
     - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds.

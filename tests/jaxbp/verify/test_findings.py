@@ -228,9 +228,12 @@ def test_cases_repeat_nothing():
     assert text.count("own data") == 1 and "also tried with p=3; arguments of 1×3" in text
 
 
-def test_transformations_are_always_tried_and_dtypes_that_are_not_are_listed():
-    result = quickly(lambda x, y: x * y, SMALL, SMALL + 1, added=())
-    assert {"outside jit", "vmap of remat", "x = y", "x = y, one array"} <= {row.data for row in result.rows}
+def test_transformations_of_a_hand_written_backward_are_always_tried_and_dtypes_that_are_not_are_listed():
+    pair = Pair(lambda x, y: x * y, {"xla": lambda dy, x, y: (dy * y, dy * x)}, name="op")
+    result = quickly(pair, SMALL, SMALL + 1, added=(), implementations=["xla", "autodiff"])
+    tried = {name: {row.data for row in result.rows if row.implementation == name} for name in ("xla", "autodiff")}
+    assert tried["autodiff"] == {"own data", "x = y"}
+    assert tried["xla"] - tried["autodiff"] == {"outside jit", "vmap of remat", "x = y, one array"}
     assert "bfloat16, float64" in result.untried
 
 
