@@ -53,8 +53,8 @@ def cycles(automaton):
     """Return the cycles of reading the inputs of gates, and the gradients of consumers, with the kernels' tables."""
     plan = arrays_of.plan(automaton, (1, 3, 3, automaton.channels))
     # Without `jit`, JAX would compile some 400 programs of one operation each.
-    tables = jax.jit(lambda: (arrays_of._rows_read(automaton, plan.layers), arrays_of._rows_of_consumers(automaton, plan)))
-    wires, consumers = map(np.asarray, tables())
+    functions = (arrays_of._rows_read, plan.layers), (arrays_of._rows_of_consumers, plan)
+    wires, consumers = map(np.asarray, jax.jit(lambda: [table(automaton, sizes) for table, sizes in functions])())
     reads = sum(map(banks.cycles, halves(wires[None])))
     sums = 0
     for t in plan.consumers.layers:
