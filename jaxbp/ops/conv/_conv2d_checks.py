@@ -12,20 +12,26 @@ IMAGE_AXES = ("batch", "in_channels", "height", "width")
 FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_width")
 
 
-def check(op, x, w, b, layout=None, *, stride, padding, precision, dilation=1, groups=1) -> tuple[Array, Array, dict]:
+def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
     """Return x and w with the channels before the spatial axes, and the options as `options_of` does.
 
     `layout` is the result of `layouts.dimension_numbers`, or None for the default layout.
     """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
-    given, spatial = x.shape, len(layout.lhs_spec) - 2
-    w = layouts.arrange(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
-    x = layouts.arrange(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
-    check_channels(op, x.shape, w.shape, checks.count(op, "groups", groups), given)
-    options = options_of(op, x.shape[2:], w.shape[2:], stride, padding, dilation, groups, precision)
+    _, _, options = check_shapes(op, x, w, b, layout, **options)
+    return layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec), options
+
+
+def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1, groups=1) -> tuple[tuple, tuple, dict]:
+    """Check the arguments as `check` does, but return the shapes of x and w instead of x and w."""
+    spatial = len(layout.lhs_spec) - 2
+    w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
+    x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
+    check_channels(op, x_shape, w_shape, checks.count(op, "groups", groups), x.shape)
+    options = options_of(op, x_shape[2:], w_shape[2:], stride, padding, dilation, groups, precision)
     if b is not None:
-        checks.shape(op, "b", b, w.shape[0])
-    return x, w, options
+        checks.shape(op, "b", b, w_shape[0])
+    return x_shape, w_shape, options
 
 
 def options_of(op, input_size, filter_size, stride, padding, dilation, groups, precision) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One-dimensional convolution over sequences. It is `conv2d` on images with one row."""
+"""One-dimensional convolution over sequences. It is `conv2d` on images with one row, unless it is depthwise."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.windows import Padding, output_size
+from jaxbp.ops.conv import _depthwise_conv1d as depthwise
 from jaxbp.ops.conv import _layouts as layouts
 from jaxbp.ops.conv import conv2d
-from jaxbp.ops.conv._conv2d_checks import check
+from jaxbp.ops.conv._conv2d_checks import check_shapes
 from jaxbp.ops.conv._layouts import DimensionNumbers
 from jaxbp.pairing import Implementation
 
@@ -34,8 +35,11 @@ def conv1d(
     """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p]
     w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
 
-    With `padding="CAUSAL"` and stride 1, y at one position depends on x at this position and before it. With `groups`
-    equal to the number of channels, it is the depthwise convolution of Mamba.
+    With `padding="CAUSAL"` and stride 1, y at one position depends on x at this position and before it.
+
+    With `groups` equal to the number of input channels and of output channels, it is the depthwise convolution of
+    Mamba. If its stride and its dilation are 1, its sums are in float32 or wider at every precision.
+    Its kernel needs the channels on the last axis of x and y. Other layouts cost transposes.
 
     Args:
       x: sequences, NCW.
@@ -45,7 +49,8 @@ def conv1d(
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NWC", "WIO",
         "NWC"). None means ("NCW", "OIW", "NCW").
-      implementation: "pallas" (no dilation, no groups), "xla", "autodiff", or None for the fastest on the platform.
+      implementation: "pallas" (no dilation; groups only in the depthwise convolution above, with a filter_width of at
+        most 8), "xla", "autodiff", or None for the fastest on the platform.
       Other arguments: as in `conv2d`.
 
     Returns:
@@ -61,7 +66,10 @@ def conv1d(
     x, w, b = checks.floating(op, x=x, w=w, b=b)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x, w, options = check(op, x, w, b, layout, **given)
+    x_shape, w_shape, options = check_shapes(op, x, w, b, layout, **given)
+    if depthwise.applies(x_shape, w_shape, **options):
+        return depthwise.convolve(op, x, w, b, layout, implementation, **options)
+    x, w = layouts.arranged(x, layout.lhs_spec), layouts.arranged(w, layout.rhs_spec)
     y = conv2d.CONV2D.named(op)(_row(x), _row(w), b, implementation=implementation, **_of_row(options))
     return layouts.restore(lax.squeeze(y, (2,)), layout.out_spec)
 
@@ -106,9 +114,13 @@ def conv1d_backward(
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)
-    x, w, options = check(op, x, w, None, layout, **given)
-    size = output_size(x.shape[2:], w.shape[2:], **options)
-    dy = layouts.arrange(op, "dy", dy, layout.out_spec, x.shape[0], w.shape[0], *size)
+    x_shape, w_shape, options = check_shapes(op, x, w, None, layout, **given)
+    size = output_size(x_shape[2:], w_shape[2:], **options)
+    layouts.check_shape(op, "dy", dy, layout.out_spec, x_shape[0], w_shape[0], *size)
+    if depthwise.applies(x_shape, w_shape, **options):
+        gradients = depthwise.gradients(op, dy, x, w, layout, implementation, **options)
+        return in_dtypes_of(arguments, gradients)
+    dy, x, w = map(layouts.arranged, (dy, x, w), (layout.out_spec, layout.lhs_spec, layout.rhs_spec))
     arrays = _row(dy), _row(x), _row(w), jnp.zeros(w.shape[:1], w.dtype)
     dx, dw, db = conv2d.CONV2D.vjp.named(op)(*arrays, implementation=implementation, **_of_row(options))
     dx, dw = lax.squeeze(dx, (2,)), lax.squeeze(dw, (2,))

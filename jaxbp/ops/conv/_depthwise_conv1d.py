@@ -1,0 +1,209 @@
+"""Depthwise convolution of sequences: one filter per channel, stride 1, and no dilation. `conv1d` calls it.
+
+    y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
+
+The filters are `(filter_width, channels)`, and the padding is one pair (before, after). The sequences are `(batch,
+width, channels)` if the option `width_axis` is 1, and `(batch, channels, width)` if it is 2. Formulas compute in either
+layout. The kernels need the channels on the last axis.
+
+The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's grouped convolution,
+which "autodiff" uses.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxbp.common import checks
+from jaxbp.common.numerics import upcast
+from jaxbp.ops.conv import _layouts as layouts
+from jaxbp.pairing import (
+    DefaultImplementation,
+    Op,
+    Pair,
+    differentiable,
+    given_arguments,
+    per_implementation,
+)
+from jaxbp.sharding import batched
+from pallas_kernels.conv import depthwise_conv1d as kernels
+from pallas_kernels.core.layouts import LANES
+
+# ------------------------------------------------------------------------------------------------------------ formulas
+
+
+def _forward(x, w, b, *, width_axis, padding, precision):
+    layout = ("NWC", "NCW")[width_axis - 1]
+    y = lax.conv_general_dilated(
+        x,
+        lax.expand_dims(w, (1,)),
+        (1,),
+        (padding,),
+        dimension_numbers=(layout, "WIO", layout),
+        feature_group_count=w.shape[1],
+        precision=precision,
+    )
+    return y if b is None else y + _along_channels(b, width_axis)
+
+
+def _forward_formula(x, w, b, *, width_axis, padding, precision):
+    y = _sum_of_shifts(upcast(x), upcast(w), width_axis, padding)
+    return (y if b is None else y + _along_channels(upcast(b), width_axis)).astype(x.dtype)
+
+
+def _gradients_formula(dy, x, w, b, *, width_axis, padding, precision):
+    (before, after), taps, wide_dy = padding, w.shape[0], upcast(dy)
+    # dx convolves dy with the reversed filters.
+    dx = _sum_of_shifts(wide_dy, jnp.flip(upcast(w), 0), width_axis, (taps - 1 - before, taps - 1 - after))
+    shifts = _shifts(upcast(x), taps, width_axis, padding)
+    dw = jnp.stack([jnp.sum(wide_dy * shifted, axis=(0, width_axis)) for shifted in shifts])
+    db = None if b is None else jnp.sum(wide_dy, axis=(0, width_axis)).astype(b.dtype)
+    return dx.astype(x.dtype), dw.astype(w.dtype), db
+
+
+def _sum_of_shifts(x, w, width_axis, padding):
+    shifts = _shifts(x, w.shape[0], width_axis, padding)
+    first, *others = (_along_channels(w[u], width_axis) * shifted for u, shifted in enumerate(shifts))
+    return sum(others, first)
+
+
+def _shifts(x, taps, width_axis, padding):
+    """Return for each element of a filter the part of the padded x that it is multiplied by. A negative padding crops
+    x."""
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
+    size = x.shape[width_axis] - taps + 1
+    return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]
+
+
+def _along_channels(a, width_axis):
+    return lax.expand_dims(a, (0, width_axis))
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+def _forward_kernel(x, w, b, *, width_axis, padding, precision):
+    if x.size == 0:
+        return _forward_formula(x, w, b, width_axis=width_axis, padding=padding, precision=precision)
+    y = kernels.convolve(_arranged(x, width_axis), _filled(w), _filled(b), **_sizes(padding))
+    return _restored(y, width_axis, w)
+
+
+def _gradients_kernel(dy, x, w, b, *, width_axis, padding, precision):
+    if x.size == 0:
+        return _gradients_formula(dy, x, w, b, width_axis=width_axis, padding=padding, precision=precision)
+    sequences = _arranged(dy, width_axis), _arranged(x, width_axis)
+    dx, dw, db = kernels.gradients(*sequences, _filled(w), _filled(b), **_sizes(padding))
+    channels = w.shape[1]
+    db = None if b is None else db[:channels].astype(b.dtype)
+    return _restored(dx, width_axis, w), dw[:, :channels].astype(w.dtype), db
+
+
+def _arranged(x, width_axis):
+    """Return sequences for the kernels."""
+    return _filled(x if width_axis == 1 else x.swapaxes(1, 2))
+
+
+def _restored(y, width_axis, w):
+    y = y[..., : w.shape[1]]
+    return y if width_axis == 1 else y.swapaxes(1, 2)
+
+
+def _filled(a):
+    """Pad the channels with zeros to a multiple of a warpgroup's threads."""
+    return a if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
+
+
+def _sizes(padding):
+    return dict(zip(("before", "after"), padding, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- pairing
+
+
+def _unsupported(x, w, b, **options):
+    if w.shape[0] > kernels.MAX_FILTER_WIDTH:
+        return f"filters of width {w.shape[0]}, only up to {kernels.MAX_FILTER_WIDTH}"
+    return checks.unsupported(x, w, b)
+
+
+# The kernels have not been measured on a GPU. `DefaultImplementation()` makes them the default on GPUs.
+_DEFAULT = DefaultImplementation(gpu="xla")
+_part = functools.partial(Op, default=_DEFAULT, partitioned=True, jit=True)
+_FORWARD = _part(
+    "conv1d",
+    {"xla": _forward_formula, "pallas": differentiable(_forward_kernel, _forward_formula, batched(0))},
+    unsupported=_unsupported,
+)
+_GRADIENTS = _part(
+    "conv1d_backward",
+    {"xla": _gradients_formula, "pallas": differentiable(_gradients_kernel, _gradients_formula, batched(0, 1))},
+    unsupported=lambda dy, *arrays, **options: _unsupported(*arrays, **options),
+)
+
+
+def _save(x, w, b, *, implementation, **options):
+    return _FORWARD(x, w, b, implementation=implementation, **options), (x, w, b)
+
+
+# With `implementation=None`, a call without a gradient computes y by `_save`, and thus by the default of `_FORWARD`.
+_EVERY = ("pallas", "xla", None)
+DEPTHWISE_CONV1D = Pair(
+    _forward,
+    Op("conv1d_backward", per_implementation(_GRADIENTS, _EVERY), jit=True),
+    save=per_implementation(_save, _EVERY),
+    residuals=given_arguments,
+    name="conv1d",
+    linear_in=[(0, 2), (1, 2)],
+    unsupported=_unsupported,
+    jit=True,
+)
+"""The pair of `(x, w, b)`, where b may be None."""
+
+
+# -------------------------------------------------------------------------------------------------- calls from `conv1d`
+
+
+def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
+    """Return whether a convolution is depthwise with one filter per channel, stride 1, and no dilation. Shapes and
+    options are the results of `check_shapes`."""
+    return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
+
+
+def convolve(op, x, w, b, layout, implementation, *, padding, precision, **options) -> Array:
+    """Return y of `conv1d`. x, w, and y are in the layouts of the caller."""
+    width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
+    options = dict(width_axis=width_axis, padding=padding[0], precision=precision, implementation=implementation)
+    y = DEPTHWISE_CONV1D.named(op)(layouts.arranged(x, x_layout), _arranged_filters(w, layout), b, **options)
+    return layouts.restore(y, y_layout)
+
+
+def gradients(op, dy, x, w, layout, implementation, *, padding, precision, **options) -> tuple[Array, Array, Array]:
+    """Return (dx, dw, db) of `conv1d`. dy, x, w, dx, and dw are in the layouts of the caller."""
+    width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
+    options = dict(width_axis=width_axis, padding=padding[0], precision=precision, implementation=implementation)
+    w = _arranged_filters(w, layout)
+    arrays = layouts.arranged(dy, y_layout), layouts.arranged(x, x_layout), w, jnp.zeros(w.shape[1:], w.dtype)
+    dx, dw, db = DEPTHWISE_CONV1D.vjp.named(op)(*arrays, **options)
+    dw = layouts.restore(lax.expand_dims(dw, (1,)), _width_first(layout.rhs_spec))
+    return layouts.restore(dx, x_layout), dw, db
+
+
+def _layouts_of_sequences(layout):
+    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. NCW x
+    keeps its layout. Other x are arranged as NWC."""
+    specs = layout.lhs_spec, layout.out_spec
+    if layout.lhs_spec == (0, 1, 2):
+        return 2, *specs
+    return 1, *((batch, width, channels) for batch, channels, width in specs)
+
+
+def _arranged_filters(w, layout):
+    """Return filters `(filter_width, channels)`, given filters in the layout of the caller."""
+    return lax.squeeze(layouts.arranged(w, _width_first(layout.rhs_spec)), (1,))
+
+
+def _width_first(layout):
+    out_channels, in_channels, width = layout
+    return width, in_channels, out_channels

@@ -1,0 +1,248 @@
+"""Depthwise convolution of sequences and its gradients, with the channels as the last axis.
+
+Let x̄ be x with `before` zeros before the sequence and `after` zeros after it. Each channel c of an example n has one
+filter w of F elements:
+
+    y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
+
+A CTA computes a block of channels for consecutive positions of one example. Neighboring threads compute neighboring
+channels, so all loads are contiguous. The filters and the last F - 1 rows stay in registers, so each row is loaded once
+per CTA. The backward moves the same window over dy. It computes dx, dw, and db in one pass, which reads dy and x once
+and writes dx once. The kernels do not use shared memory, and therefore also run in the interpreter.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.core import device
+from pallas_kernels.core.launch import launch
+from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_like
+from pallas_kernels.core.tiles import kernel
+
+MAX_FILTER_WIDTH = 8
+"""Maximum number of elements of a filter. With four channels per thread, each element takes four registers for the
+filter, four for the window, and in the backward four for the sum of dw."""
+_ROWS_AT_ONCE = 8
+"""Number of rows whose loads begin before the first of them is used. A loop over single rows would wait for device
+memory at each row. Not tuned."""
+_MAX_ROWS = 256
+"""Maximum number of rows per CTA. A CTA of the backward writes F + 1 rows of partial sums. Not tuned."""
+_PROGRAMS = 8
+"""CTAs get more rows only if there are at least this number of CTAs per multiprocessor. Not tuned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile of a CTA.
+
+    Attributes:
+      length: number of channels, a multiple of `LANES` that divides the number of channels.
+      rows: number of positions, a multiple of `_ROWS_AT_ONCE`.
+    """
+
+    length: int
+    rows: int
+
+
+def _unsupported(x: Any, w: Any, *arrays: Any, **options: Any) -> str | None:
+    if w.shape[0] > MAX_FILTER_WIDTH:
+        return f"filters of width {w.shape[0]}, only up to {MAX_FILTER_WIDTH}"
+    return None if x.size and x.shape[-1] % LANES == 0 else f"x of shape {x.shape}"
+
+
+def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
+    batch, width, channels = x.shape
+    length, positions = vector_length(x), width + before + after
+    rows = batch * positions * (channels // length) // (_PROGRAMS * device.target().multiprocessors)
+    parts = -(-positions // min(max(rows, _ROWS_AT_ONCE), _MAX_ROWS))
+    return Config(length, _ROWS_AT_ONCE * -(-positions // (parts * _ROWS_AT_ONCE)))
+
+
+# --------------------------------------------------------------------------------------------------------- the kernels
+
+
+@kernel(unsupported=_unsupported, heuristic=_heuristic)
+def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
+    """Compute y.
+
+    Args:
+      x: `(batch, width, channels)`. The number of channels is a multiple of `LANES`.
+      w: `(F, channels)`, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
+      b: `(channels,)`, in x's dtype, or None.
+      before, after: number of zeros before and after the sequence.
+
+    Returns:
+      y `(batch, width + before + after - F + 1, channels)` in x's dtype, computed in float32.
+    """
+    (batch, width, channels), taps = x.shape, w.shape[0]
+    outputs = width + before + after - taps + 1
+
+    def body(x_ref, w_ref, b_ref, y_ref, *, example, part, block):
+        lanes = pl.ds(block * config.length, config.length)
+        filters, x = _load_filters(w_ref, lanes), _Rows(x_ref, example, lanes, before)
+        bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
+
+        def convolve_rows(t, window):
+            """Compute `_ROWS_AT_ONCE` positions from t on. The window has the rows from t to t + F - 2 of x̄."""
+            window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
+            for k in range(_ROWS_AT_ONCE):
+                y = _dot(filters, window[k : k + taps])
+                y = y if bias is None else y + bias
+                _store_within(y_ref, y, example, t + k, lanes)
+            return window[_ROWS_AT_ONCE:]
+
+        first = part * config.rows
+        _over_rows(convolve_rows, first, config.rows, outputs, [x.load(first + u) for u in range(taps - 1)])
+
+    return launch(
+        body,
+        x,
+        w,
+        b,
+        out=jax.ShapeDtypeStruct((batch, outputs, channels), x.dtype),
+        grid={"example": batch, "part": -(-outputs // config.rows), "block": channels // config.length},
+        barriers=False,
+        name="depthwise_conv1d",
+    )
+
+
+@kernel(
+    unsupported=lambda dy, *arrays, **options: _unsupported(*arrays, **options),
+    heuristic=lambda dy, *arrays, **options: _heuristic(*arrays, **options),
+)
+def gradients(
+    dy: Array, x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config
+) -> tuple[Array, Array, Array | None]:
+    """Compute the backward, with sums over all positions s of x̄, and with dy = 0 outside of y:
+
+        dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
+        dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
+
+    Each CTA adds its terms of dw and db in registers. The sums of the CTAs are then added in a fixed order.
+
+    Args:
+      dy: gradient with respect to y, in y's shape and dtype.
+      x, w, b, before, after: as in `convolve`.
+
+    Returns:
+      dx in x's dtype, float32 dw, and float32 db. Without b, db is None.
+    """
+    (batch, width, channels), taps = x.shape, w.shape[0]
+    positions = width + before + after
+    parts = -(-positions // config.rows)
+    dx, dw, db = launch(
+        _Backward(config, before, taps, parts, positions).body,
+        dy,
+        x,
+        w,
+        out=(
+            x,
+            jax.ShapeDtypeStruct((batch * parts, taps, channels), jnp.float32),
+            None if b is None else jax.ShapeDtypeStruct((batch * parts, channels), jnp.float32),
+        ),
+        skippable=[0, 1, 2],
+        grid={"example": batch, "part": parts, "block": channels // config.length},
+        barriers=False,
+        name="depthwise_conv1d_backward",
+    )
+    return dx, jnp.sum(dw, axis=0), db if db is None else jnp.sum(db, axis=0)
+
+
+# ------------------------------------------------------------------------------------------------- steps of the kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The body of the kernel `gradients`.
+
+    Attributes:
+      taps: number of elements of a filter.
+      parts: number of CTAs per example and block of channels.
+      positions: number of positions of x̄.
+    """
+
+    config: Config
+    before: int
+    taps: int
+    parts: int
+    positions: int
+
+    def body(
+        self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
+    ) -> None:
+        """Compute a part of dx, and the sums of dw and db over this part. A reference to an unused gradient is None."""
+        config, taps = self.config, self.taps
+        lanes = pl.ds(block * config.length, config.length)
+        dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
+        filters = _load_filters(w_ref, lanes)
+
+        def add_rows(s, carry):
+            """Compute `_ROWS_AT_ONCE` positions from s on. The window has the rows from s - F + 1 to s - 1 of dy."""
+            window, dw, db = carry
+            window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
+            x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
+            for k in range(_ROWS_AT_ONCE):
+                reached = window[k : k + taps][::-1]  # the rows s + k - u of dy
+                if dx_ref is not None:
+                    _store_within(dx_ref, _dot(filters, reached), example, s + k - self.before, lanes)
+                dw = [total + x_rows[k] * row for total, row in zip(dw, reached, strict=False)]
+                db = [total + reached[0] for total in db]
+            return window[_ROWS_AT_ONCE:], dw, db
+
+        first = part * config.rows
+        zero = zeros_like(filters[0])
+        window = [dy.load(first - taps + 1 + u) for u in range(taps - 1)]
+        carry = window, [] if dw_ref is None else [zero] * taps, [] if db_ref is None else [zero]
+        _, dw, db = _over_rows(add_rows, first, config.rows, self.positions, carry)
+        for u, total in enumerate(dw):
+            dw_ref[example * self.parts + part, u, lanes] = total
+        for total in db:
+            db_ref[example * self.parts + part, lanes] = total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of an example in a block of channels, with zeros before and after the sequence.
+
+    Attributes:
+      before: number of zeros before the sequence.
+    """
+
+    ref: Any
+    example: Any
+    lanes: Any
+    before: int = 0
+
+    def load(self, position: Any) -> Array:
+        """Return the row at this position, which counts from the first zero, in float32."""
+        row, width = position - self.before, self.ref.shape[1]
+        loaded = self.ref[self.example, jnp.clip(row, 0, width - 1), self.lanes].astype(jnp.float32)
+        return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
+
+
+def _store_within(ref: Any, values: Array, example: Any, row: Any, lanes: Any) -> None:
+    """Write a row if it exists."""
+
+    @pl.when((row >= 0) & (row < ref.shape[1]))
+    def _():
+        ref[example, row, lanes] = values.astype(ref.dtype)
+
+
+def _load_filters(w_ref: Any, lanes: Any) -> list[Array]:
+    return [w_ref[u, lanes].astype(jnp.float32) for u in range(w_ref.shape[0])]
+
+
+def _dot(filters: list[Array], rows: list[Array]) -> Array:
+    first, *others = (w * row for w, row in zip(filters, rows, strict=True))
+    return sum(others, first)
+
+
+def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
+    """Return the carry after `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA, up to row `end`."""
+    steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
+    return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)
