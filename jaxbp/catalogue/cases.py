@@ -53,6 +53,20 @@ def indices_of(*shape: int | str, below: int) -> Argument:
     return Argument(shape, below=below, dtype=jnp.uint8)
 
 
+MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
+"""The convolutions of the Mamba models with 130 million and with 2.8 billion parameters: the layout of the sequences,
+and the sizes of their axes."""
+
+
+def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
+    """Return a causal convolution with one filter of four elements per channel, on sequences in the layout "NWC" or
+    "NCW". `sizes` are the sizes of the axes after the batch."""
+    x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
+    filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
+    options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
+    return Case(tuple(map(Argument, (x, x, w, (channels,)))), options, None if batch == BATCH else batch)
+
+
 def pair_entries(
     function: Callable, small: Case, real: Mapping[str, Case], takes: Any = slice(None), like: str = ""
 ) -> tuple[Entry, Entry]:

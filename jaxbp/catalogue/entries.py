@@ -15,6 +15,7 @@ from jaxbp.catalogue.cases import (
     LABELS,
     LAYERS,
     LENET_TAIL,
+    MAMBA,
     NORMALISED_ROWS,
     POOL_ANY,
     PROJECTED_ROWS,
@@ -25,6 +26,7 @@ from jaxbp.catalogue.cases import (
     block_cases,
     case_of,
     classifier_case,
+    depthwise_case,
     gate_case,
     indices_of,
     loss_entries,
@@ -75,10 +77,12 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry(conv2d.conv2d_backward_bias, case_of((2, 3, 3, 5)), block_cases("conv", lambda x, w, z, y: case_of(z))),
     *pair_entries(
         conv1d.conv1d,
-        case_of((2, 3, 6), (2, 2, 6), (3, 2, 3), (3,), padding="CAUSAL"),
-        {"sequences": case_of((BATCH, 8, 128), (BATCH, 8, 128), (8, 8, 4), (8,), padding="CAUSAL")},
+        depthwise_case("NWC", BATCH, 6, 3),
+        {
+            "sequences": depthwise_case("NWC", BATCH, 8, 128),
+            **{f"{layout} {'x'.join(map(str, size))}": depthwise_case(layout, *size) for layout, *size in MAMBA},
+        },
         takes=slice(2),
-        like="conv2d",
     ),
     *pair_entries(
         activations.relu,

@@ -27,6 +27,9 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum number of elements of a filter. With four channels per thread, each element takes four registers for the
 filter, four for the window, and in the backward four for the sum of dw."""
+_LOADED_BYTES = 8
+"""Maximum number of bytes of a row per thread, which Mosaic GPU loads at once. For two such loads per row, LLVM loses
+track of the alignment, and loads single elements."""
 _ROWS_AT_ONCE = 8
 """Number of rows whose loads begin before the first of them is used. A loop over single rows would wait for device
 memory at each row. Not tuned."""
@@ -57,7 +60,8 @@ def _unsupported(x: Any, w: Any, *arrays: Any, **options: Any) -> str | None:
 
 def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
     batch, width, channels = x.shape
-    length, positions = vector_length(x), width + before + after
+    length = min(vector_length(x), LANES * _LOADED_BYTES // x.dtype.itemsize)
+    positions = width + before + after
     rows = batch * positions * (channels // length) // (_PROGRAMS * device.target().multiprocessors)
     parts = -(-positions // min(max(rows, _ROWS_AT_ONCE), _MAX_ROWS))
     return Config(length, _ROWS_AT_ONCE * -(-positions // (parts * _ROWS_AT_ONCE)))
