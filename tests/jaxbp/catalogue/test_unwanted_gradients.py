@@ -13,6 +13,7 @@ from helpers import ENTRIES, assert_close, is_float, kernel_results
 PROGRAMS = {
     ("conv2d", "conv2", 1024, "float32"): ([], {"all": [2], 0: [], 1: [2]}),
     ("conv2d_relu_max_pool2d", "block1", 128, "float32"): ([2], {"all": [1, 1], 0: [1], 1: [1]}),
+    ("conv1d", "sequences", 128, "float32"): ([1], {"all": [3], 0: [1], 1: [1]}),
     ("add", "bias", 128, "float32"): ([], {"all": [1, 1], 0: [1], 1: [1]}),
     ("gated_linear_unit", "hidden", 128, "float32"): ([], {"all": [2], 0: [1], 1: [1]}),
     ("huber", "hidden", 128, "float32"): ([], {"all": [2], 0: [1], 1: [1]}),
