@@ -235,7 +235,7 @@ TESTED_ELSEWHERE = {
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "program", "reproducer", "transformations", "work")),
     # CI lacks these libraries.
-    *(f"experiments/bench/peers/{name}" for name in ("cudnn", "liger", "quack", "tokamax", "torch")),
+    *(f"experiments/bench/peers/{name}" for name in ("causal_conv1d", "cudnn", "liger", "quack", "tokamax", "torch")),
 }
 OF_MORE_THAN_A_MODULE = {
     *("jaxbp/catalogue/test_promotion", "jaxbp/catalogue/test_unwanted_gradients"),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 PEERS = {
     "PyTorch": "experiments.bench.peers.torch",
+    "causal-conv1d": "experiments.bench.peers.causal_conv1d",
     "Liger-Kernel": "experiments.bench.peers.liger",
     "QuACK": "experiments.bench.peers.quack",
     "cuDNN": "experiments.bench.peers.cudnn",

@@ -232,6 +232,22 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
     return F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction or "none")
 
 
+def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
+    """Return a causal depthwise convolution in the layouts of jaxbp's arguments.
+
+    `convolve(x, w, b)` computes it on sequences NCW and filters OIW, which are views of the arguments.
+    """
+    if padding != "CAUSAL" or groups != len(b):
+        raise NotImplementedError(f"padding={padding!r} and groups={groups}")
+    x_layout, w_layout, y_layout = dimension_numbers
+    x, w = x.permute([x_layout.index(axis) for axis in "NCW"]), w.permute([w_layout.index(axis) for axis in "OIW"])
+    return convolve(x, w, b).permute(["NCW".index(axis) for axis in y_layout])
+
+
+def _causal(x, w, b):
+    return F.conv1d(x, w, b, padding=w.shape[2] - 1, groups=len(w))[..., : x.shape[2]]
+
+
 def _max_pool2d(x, *, window, stride=None, padding=0, with_indices=False):
     return F.max_pool2d(x, window, stride, padding, return_indices=with_indices)
 
@@ -257,6 +273,7 @@ FORWARDS = {
     "embedding": F.embedding,
     "linear": F.linear,
     "conv2d": F.conv2d,
+    "conv1d": functools.partial(depthwise_conv1d, _causal),
     "max_pool2d": _max_pool2d,
     "max_pool2d_with_indices": functools.partial(_max_pool2d, with_indices=True),
     "softmax_cross_entropy": functools.partial(F.cross_entropy, reduction="none"),
