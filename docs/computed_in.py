@@ -35,7 +35,6 @@ ENTRIES = {entry.name: entry for entry in CATALOGUE}
 
 ADD_IN_HALF = {
     "linear",
-    "conv1d",
     "conv2d",
     "conv2d_relu_max_pool2d",
     "layer_norm_linear",
@@ -130,7 +129,8 @@ def table() -> str:
             "",
             f"Results and gradients have the dtype {_text(results)}. *half* is the dtype of the inputs, "
             f"{' or '.join(HALVES)}. XLA's products are summed in float32, and then rounded to the dtype in the table. "
-            "\\*: a bias is added in half precision to a rounded product.",
+            "\\*: a bias is added in half precision to a rounded product. The row of `conv1d` is for depthwise "
+            "convolutions. It computes other convolutions as `conv2d` does.",
         ]
     )
 
