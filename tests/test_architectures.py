@@ -38,7 +38,7 @@ WITHOUT_WGMMA = {
         "layer_norm_linear",
         "linear",
     ),
-    *("logic_conv2d", "logic_conv2d_or_pool2d", "max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
+    *("conv1d", "logic_conv2d", "logic_conv2d_or_pool2d", "max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
 }
 """Ops with kernels that need no tensor cores."""
 
