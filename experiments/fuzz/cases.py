@@ -180,12 +180,17 @@ def _convolution(random, entry):
 def _sequences(random, entry):
     batch, channels, _, width = _images(random)
     groups, out, filters = int(random.choice([1, 1, channels])), int(random.integers(1, 4)), int(random.integers(1, 5))
-    options = dict(stride=int(random.integers(1, 4)), groups=groups)
-    options["padding"] = [1, "SAME", "CAUSAL", ((2, 1),)][random.integers(4)]
-    options["dilation"] = int(random.integers(1, 3)) if random.random() < 0.3 else 1
-    filters_of = Argument((out * groups, channels // groups, filters))
-    arguments = [Argument((batch, channels, width)), filters_of, Argument((out * groups,))]
-    return Case(tuple(_without_bias(random, entry, arguments)), options)
+    options = dict(padding=[1, "SAME", "CAUSAL", ((2, 1),)][random.integers(4)])
+    if random.random() < 0.5:  # depthwise, which has a kernel
+        groups, out = channels, 1
+    else:
+        options["stride"] = int(random.integers(1, 4))
+        options["dilation"] = int(random.integers(1, 3)) if random.random() < 0.3 else 1
+    x, w = (batch, channels, width), (out * groups, channels // groups, filters)
+    if random.random() < 0.5:
+        x, w, options["dimension_numbers"] = (batch, width, channels), w[::-1], ("NWC", "WIO", "NWC")
+    arguments = map(Argument, (x, w, (out * groups,)))
+    return Case(tuple(_without_bias(random, entry, [*arguments])), options | dict(groups=groups))
 
 
 def _trees(random, entry):

@@ -6,8 +6,8 @@ The filters are `(filter_width, channels)`, and the padding is one pair (before,
 width, channels)` if the option `width_axis` is 1, and `(batch, channels, width)` if it is 2. Formulas compute in either
 layout. The kernels need the channels on the last axis.
 
-The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's grouped convolution,
-which "autodiff" uses.
+The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's convolution in as
+many groups as there are channels.
 """
 
 import functools
@@ -18,14 +18,7 @@ from jax import Array, lax
 from jaxbp.common import checks
 from jaxbp.common.numerics import upcast
 from jaxbp.ops.conv import _layouts as layouts
-from jaxbp.pairing import (
-    DefaultImplementation,
-    Op,
-    Pair,
-    differentiable,
-    given_arguments,
-    per_implementation,
-)
+from jaxbp.pairing import DefaultImplementation, Pair, differentiable, given_arguments, saving_arguments
 from jaxbp.sharding import batched
 from pallas_kernels.conv import depthwise_conv1d as kernels
 from pallas_kernels.core.layouts import LANES
@@ -34,20 +27,6 @@ from pallas_kernels.core.layouts import LANES
 
 
 def _forward(x, w, b, *, width_axis, padding, precision):
-    layout = ("NWC", "NCW")[width_axis - 1]
-    y = lax.conv_general_dilated(
-        x,
-        lax.expand_dims(w, (1,)),
-        (1,),
-        (padding,),
-        dimension_numbers=(layout, "WIO", layout),
-        feature_group_count=w.shape[1],
-        precision=precision,
-    )
-    return y if b is None else y + _along_channels(b, width_axis)
-
-
-def _forward_formula(x, w, b, *, width_axis, padding, precision):
     y = _sum_of_shifts(upcast(x), upcast(w), width_axis, padding)
     return (y if b is None else y + _along_channels(upcast(b), width_axis)).astype(x.dtype)
 
@@ -85,7 +64,7 @@ def _along_channels(a, width_axis):
 
 def _forward_kernel(x, w, b, *, width_axis, padding, precision):
     if x.size == 0:
-        return _forward_formula(x, w, b, width_axis=width_axis, padding=padding, precision=precision)
+        return _forward(x, w, b, width_axis=width_axis, padding=padding, precision=precision)
     y = kernels.convolve(_arranged(x, width_axis), _filled(w), _filled(b), **_sizes(padding))
     return _restored(y, width_axis, w)
 
@@ -130,33 +109,20 @@ def _unsupported(x, w, b, **options):
 
 # The kernels have not been measured on a GPU. `DefaultImplementation()` makes them the default on GPUs.
 _DEFAULT = DefaultImplementation(gpu="xla")
-_part = functools.partial(Op, default=_DEFAULT, partitioned=True, jit=True)
-_FORWARD = _part(
-    "conv1d",
-    {"xla": _forward_formula, "pallas": differentiable(_forward_kernel, _forward_formula, batched(0))},
-    unsupported=_unsupported,
-)
-_GRADIENTS = _part(
-    "conv1d_backward",
-    {"xla": _gradients_formula, "pallas": differentiable(_gradients_kernel, _gradients_formula, batched(0, 1))},
-    unsupported=lambda dy, *arrays, **options: _unsupported(*arrays, **options),
-)
-
-
-def _save(x, w, b, *, implementation, **options):
-    return _FORWARD(x, w, b, implementation=implementation, **options), (x, w, b)
-
-
-# With `implementation=None`, a call without a gradient computes y by `_save`, and thus by the default of `_FORWARD`.
-_EVERY = ("pallas", "xla", None)
 DEPTHWISE_CONV1D = Pair(
     _forward,
-    Op("conv1d_backward", per_implementation(_GRADIENTS, _EVERY), jit=True),
-    save=per_implementation(_save, _EVERY),
+    {"xla": _gradients_formula, "pallas": _gradients_kernel},
+    save={
+        "xla": functools.partial(saving_arguments, _forward),
+        "pallas": functools.partial(saving_arguments, differentiable(_forward_kernel, _forward, batched(0))),
+    },
     residuals=given_arguments,
+    # The batch axes of (dy, x, w, b).
+    batch_axes=batched(0, 1),
     name="conv1d",
     linear_in=[(0, 2), (1, 2)],
     unsupported=_unsupported,
+    default=_DEFAULT,
     jit=True,
 )
 """The pair of `(x, w, b)`, where b may be None."""
