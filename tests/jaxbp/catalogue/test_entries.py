@@ -219,12 +219,9 @@ def test_gpu_kernels_give_the_same_bits_twice(name, place):
 
 
 def _that_fits(name, place, batch):
-    """Return the batch, but at most one more than the batch that is timed, and less at large places. A float64
-    reference keeps every gate of every tree, which for 17 examples of the largest place takes 7 GB. Of sequences with
-    millions of elements, it takes only two."""
-    case = case_of(name, place)
-    most = 17 if place == "cifar-m2" else (case.batch or batch) + 1
-    return min(batch, 2 if _size(name, place, batch=1) > 2**23 and name.startswith("conv1d") else most)
+    """Return the batch, but at most one more than the batch that is timed, and at most 17 at the large place. A float64
+    reference keeps every gate of every tree, which for 17 examples of the large place takes 7 GB."""
+    return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
 def _rms_errors(name, place, implementation, dtype, batch, draws=16):
