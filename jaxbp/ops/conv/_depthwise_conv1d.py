@@ -26,12 +26,12 @@ from pallas_kernels.core.layouts import LANES
 # ------------------------------------------------------------------------------------------------------------ formulas
 
 
-def _forward(x, w, b, *, width_axis, padding, precision):
+def _forward(x, w, b, *, width_axis, padding):
     y = _sum_of_shifts(upcast(x), upcast(w), width_axis, padding)
     return (y if b is None else y + _along_channels(upcast(b), width_axis)).astype(x.dtype)
 
 
-def _gradients_formula(dy, x, w, b, *, width_axis, padding, precision):
+def _gradients_formula(dy, x, w, b, *, width_axis, padding):
     (before, after), taps, wide_dy = padding, w.shape[0], upcast(dy)
     # dx convolves dy with the reversed filters.
     dx = _sum_of_shifts(wide_dy, jnp.flip(upcast(w), 0), width_axis, (taps - 1 - before, taps - 1 - after))
@@ -62,19 +62,20 @@ def _along_channels(a, width_axis):
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _forward_kernel(x, w, b, *, width_axis, padding, precision):
+def _forward_kernel(x, w, b, *, width_axis, padding):
     if x.size == 0:
-        return _forward(x, w, b, width_axis=width_axis, padding=padding, precision=precision)
-    y = kernels.convolve(_arranged(x, width_axis), _filled(w), _filled(b), **_sizes(padding))
+        return _forward(x, w, b, width_axis=width_axis, padding=padding)
+    before, after = padding
+    y = kernels.convolve(_arranged(x, width_axis), _filled(w), _filled(b), before=before, after=after)
     return _restored(y, width_axis, w)
 
 
-def _gradients_kernel(dy, x, w, b, *, width_axis, padding, precision):
+def _gradients_kernel(dy, x, w, b, *, width_axis, padding):
     if x.size == 0:
-        return _gradients_formula(dy, x, w, b, width_axis=width_axis, padding=padding, precision=precision)
-    sequences = _arranged(dy, width_axis), _arranged(x, width_axis)
-    dx, dw, db = kernels.gradients(*sequences, _filled(w), _filled(b), **_sizes(padding))
-    channels = w.shape[1]
+        return _gradients_formula(dy, x, w, b, width_axis=width_axis, padding=padding)
+    (before, after), channels = padding, w.shape[1]
+    arrays = _arranged(dy, width_axis), _arranged(x, width_axis), _filled(w), _filled(b)
+    dx, dw, db = kernels.gradients(*arrays, before=before, after=after)
     db = None if b is None else db[:channels].astype(b.dtype)
     return _restored(dx, width_axis, w), dw[:, :channels].astype(w.dtype), db
 
@@ -94,17 +95,16 @@ def _filled(a):
     return a if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 
-def _sizes(padding):
-    return dict(zip(("before", "after"), padding, strict=True))
-
-
 # ------------------------------------------------------------------------------------------------------------- pairing
 
 
 def _unsupported(x, w, b, **options):
     if w.shape[0] > kernels.MAX_FILTER_WIDTH:
         return f"filters of width {w.shape[0]}, only up to {kernels.MAX_FILTER_WIDTH}"
-    return checks.unsupported(x, w, b)
+    channels = w.shape[1]
+    if x.size // channels * (channels + -channels % LANES) >= 2**31:  # indices have 32 bits
+        return "2^31 or more elements"
+    return checks.unsupported_dtype(x)
 
 
 # The kernels have not been measured on a GPU. `DefaultImplementation()` makes them the default on GPUs.
@@ -137,18 +137,18 @@ def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
     return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
 
 
-def convolve(op, x, w, b, layout, implementation, *, padding, precision, **options) -> Array:
+def convolve(op, x, w, b, layout, implementation, *, padding, **options) -> Array:
     """Return y of `conv1d`. x, w, and y are in the layouts of the caller."""
     width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
-    options = dict(width_axis=width_axis, padding=padding[0], precision=precision, implementation=implementation)
+    options = dict(width_axis=width_axis, padding=padding[0], implementation=implementation)
     y = DEPTHWISE_CONV1D.named(op)(layouts.arranged(x, x_layout), _arranged_filters(w, layout), b, **options)
     return layouts.restore(y, y_layout)
 
 
-def gradients(op, dy, x, w, layout, implementation, *, padding, precision, **options) -> tuple[Array, Array, Array]:
+def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tuple[Array, Array, Array]:
     """Return (dx, dw, db) of `conv1d`. dy, x, w, dx, and dw are in the layouts of the caller."""
     width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
-    options = dict(width_axis=width_axis, padding=padding[0], precision=precision, implementation=implementation)
+    options = dict(width_axis=width_axis, padding=padding[0], implementation=implementation)
     w = _arranged_filters(w, layout)
     arrays = layouts.arranged(dy, y_layout), layouts.arranged(x, x_layout), w, jnp.zeros(w.shape[1:], w.dtype)
     dx, dw, db = DEPTHWISE_CONV1D.vjp.named(op)(*arrays, **options)
