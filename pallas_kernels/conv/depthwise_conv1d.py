@@ -25,28 +25,22 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""Maximum number of elements of a filter. With four channels per thread, each element takes four registers for the
-filter, four for the window, and in the backward four for the sum of dw."""
+"""Maximum number of elements of a filter. In the backward, each one takes up to 12 of a thread's 255 registers."""
 _LOADED_BYTES = 8
-"""Maximum number of bytes of a row per thread, which Mosaic GPU loads at once. For two such loads per row, LLVM loses
-track of the alignment, and loads single elements."""
+"""Maximum number of bytes of a row per thread, one access of Mosaic GPU. For two accesses per row, LLVM does not prove
+that they are aligned, and loads single elements."""
 _ROWS_AT_ONCE = 8
-"""Number of rows whose loads begin before the first of them is used. A loop over single rows would wait for device
-memory at each row. Not tuned."""
+"""Number of rows that are loaded before the first of them is used, to hide latency. Not tuned."""
 _MAX_ROWS = 256
-"""Maximum number of rows per CTA. A CTA of the backward writes F + 1 rows of partial sums. Not tuned."""
+"""Maximum number of rows per CTA. Not tuned."""
 _PROGRAMS = 8
 """CTAs get more rows only if there are at least this number of CTAs per multiprocessor. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA.
-
-    Attributes:
-      length: number of channels, a multiple of `LANES` that divides the number of channels.
-      rows: number of positions, a multiple of `_ROWS_AT_ONCE`.
-    """
+    """Tile of a CTA: `length` channels, a multiple of `LANES` that divides the number of channels, and `rows`
+    positions, a multiple of `_ROWS_AT_ONCE`."""
 
     length: int
     rows: int
@@ -162,13 +156,8 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of the kernel `gradients`.
-
-    Attributes:
-      taps: number of elements of a filter.
-      parts: number of CTAs per example and block of channels.
-      positions: number of positions of x̄.
-    """
+    """The body of `gradients`, with `taps` elements per filter, `parts` CTAs per example and block of channels, and
+    `positions` positions of x̄."""
 
     config: Config
     before: int
@@ -211,11 +200,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of an example in a block of channels, with zeros before and after the sequence.
-
-    Attributes:
-      before: number of zeros before the sequence.
-    """
+    """The rows of an example in a block of channels, after `before` zeros and followed by zeros."""
 
     ref: Any
     example: Any
@@ -223,15 +208,13 @@ class _Rows:
     before: int = 0
 
     def load(self, position: Any) -> Array:
-        """Return the row at this position, which counts from the first zero, in float32."""
+        """Return the row at a position in float32. Position 0 is the first zero."""
         row, width = position - self.before, self.ref.shape[1]
         loaded = self.ref[self.example, jnp.clip(row, 0, width - 1), self.lanes].astype(jnp.float32)
         return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
 
 
 def _store_within(ref: Any, values: Array, example: Any, row: Any, lanes: Any) -> None:
-    """Write a row if it exists."""
-
     @pl.when((row >= 0) & (row < ref.shape[1]))
     def _():
         ref[example, row, lanes] = values.astype(ref.dtype)
@@ -247,6 +230,6 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Return the carry after `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA, up to row `end`."""
+    """Repeat `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA before row `end`."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)
