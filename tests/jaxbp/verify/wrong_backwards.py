@@ -744,8 +744,8 @@ This page lists wrong backwards from the code of other projects, each rewritten 
 finds all of them. `tests/jaxbp/verify/wrong_backwards.py` has their code and generates this page.
 
 Most of these backwards passed the tests of their projects, which used a dy of ones, square matrices, positive numbers,
-or a single row. A check therefore adds [data](numerics.md#added-data) to the user's data. In the table, "own data" is
-the user's data.
+or a single row. A check therefore also uses [data that it adds](numerics.md#added-data). The last column names the
+argument whose gradient failed first, the data, and the cause that the check reports. "Own data" is the user's data.
 
 | op | mistake | reported in | argument and data of the first failure, and the reported cause |
 |---|---|---|---|
