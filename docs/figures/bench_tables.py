@@ -24,9 +24,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "products": ("products in: jaxbp / autodiff", lambda rows: both_products(library(rows), autodiff(rows))),
     "peer": ("speedup over best peer", lambda rows: times(speedup(library(rows), best_peer(rows)))),
     "floor": ("jaxbp, % of roofline", lambda rows: floor(library(rows))),
-    "memory": ("temporaries, MiB", lambda rows: temporaries(library(rows))),
-    "peer_memory": ("temporaries of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
-    "autodiff_memory": ("temporaries of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
+    "memory": ("temporary memory, MiB", lambda rows: temporaries(library(rows))),
+    "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
+    "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
 }
 """Optional columns of `works`: the heading, and a function that makes the cell from the rows of a workload."""
 
@@ -76,7 +76,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     inside = f"{len(timed) - len(outside)} of {len(timed)} workloads"
     count = f"`None` takes {band} the time of `autodiff` in {inside}."
     lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
-    table = markdown(["workload, µs", "`None`", "`autodiff`", "times `autodiff`"], lines)
+    table = markdown(["workload, µs", "`None`", "`autodiff`", "time of `None` / `autodiff`"], lines)
     return f"{count} The table lists the others.\n\n{table}" if outside else count
 
 
@@ -88,7 +88,7 @@ def formulations(reports: Reports) -> str:
         columns[title] = {name: times(time(row) / fastest) for name, row in group.items() if time(row)}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     lines = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
-    return markdown(["time over the fastest", *columns], lines)
+    return markdown(["time / time of the fastest", *columns], lines)
 
 
 def slower(reports: Reports) -> str:
@@ -106,7 +106,7 @@ def slower(reports: Reports) -> str:
         if ratio < 1
     ]
     count = f'An explicit `"pallas"` is slower than autodiff in {len(lines)} of {len(newest)} measured workloads:'
-    head = ["workload, µs", "`pallas`", "`autodiff`", "speedup", "GPU", "run"]
+    head = ["workload, µs", "`pallas`", "`autodiff`", "speedup over autodiff", "GPU", "run"]
     return f"{count}\n\n{markdown(head, lines)}"
 
 

@@ -7,6 +7,8 @@ from figures.measurements import Report, Reports, Row, grouped, rows_of, time, w
 
 WHY = "why not faster"
 """Heading of the column of reasons in the summary."""
+PUBLISHED = "published automaton"
+"""Peer without a package. Runs record the version of JAX as its version."""
 
 
 def number(value: float | None) -> str:
@@ -60,29 +62,58 @@ def link(name: str) -> str:
     return f"[{name}.json](results/{name}.json)"
 
 
+PEER_PACKAGES = {
+    "PyTorch": ("PyTorch",),
+    "Liger-Kernel": ("PyTorch", "Liger-Kernel"),
+    "QuACK": ("PyTorch", "QuACK"),
+    "cuDNN": ("PyTorch", "cuDNN"),
+    "tokamax": ("tokamax",),
+    "torchlogix": ("PyTorch", "torchlogix"),
+}
+"""Dict from peers to the packages that they use, by their names in the `versions` of a run."""
+
+
+def packages(report: Report) -> str:
+    """Return the versions of JAX and of the other packages that the rows of a run use."""
+    versions, rows = report.get("versions", {}), rows_of(report)
+    hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", PUBLISHED}
+    used = {package for row in rows for package in PEER_PACKAGES.get(row.get("peer"), ())}
+    hidden |= {package for of_peer in PEER_PACKAGES.values() for package in of_peer} - used
+    if rows and all("training step" not in row.get("work", "training step") for row in rows):
+        hidden |= {"flax", "optax"}  # The bench uses them only in training steps.
+    names = {"cuDNN": "cuDNN frontend"}
+    shown = [name for name in ("jax", *(name for name in versions if name not in hidden)) if name in versions]
+    return ", ".join(f"{names.get(name, name)} {versions[name]}" for name in shown)
+
+
 def provenance(name: str, report: Report) -> str:
     """Return the lines below a table: device, versions, date, rates, errors, and command."""
-    versions, rows = report.get("versions", {}), rows_of(report)
-    shown = ["jax", *(name for name in versions if name not in ("python", "jax", "jaxlib", "jaxbp", "numpy"))]
-    libraries = ", ".join(f"{library} {versions[library]}" for library in shown if library in versions)
-    commit = f", commit {report['commit'][:10]}" if report.get("commit") else ""
-    where = f"{report['device']}, {libraries}, {day(report)}{commit}"
+    rows, commit = rows_of(report), report.get("commit") or ""
+    where = f"{report['device']}, {packages(report)}, {day(report)}"
+    where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
+    where += " with uncommitted changes" if commit.endswith("+") else ""
     where += "".join(f"; {report[of]}" for of in ("processor", "compiler") if of in report)
+    precisions = report.get("precision", "default").split(", ")
     if "dtype" in report:
-        where += f"; {report['dtype']}, {report.get('precision', 'default')} precision"
+        where += f"; {report['dtype']}, {' and '.join(precisions)} precision"
     if "copy_bytes_per_second" in report:
-        precisions = report["precision"].split(", ")
-        computed = [rate(report["operations_per_second"][precision], "FLOP/s") for precision in precisions]
-        where += f"; measured here: copy {rate(report['copy_bytes_per_second'], 'B/s')}"
+        products = {precision: report["operations_per_second"][precision] for precision in precisions}
+        computed = [
+            rate(value, "FLOP/s") + f" at {precision} precision" * (len(products) > 1)
+            for precision, value in products.items()
+        ]
+        where += f"; rates in this run: copy {rate(report['copy_bytes_per_second'], 'B/s')}"
         where += f", matrix product {' and '.join(computed)}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
+    if any(row.get("peer") == PUBLISHED for row in rows):
+        parts.append(f"The {PUBLISHED} is reimplemented from its article, and runs on the same version of JAX.")
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
     errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
-        parts.append(f"Largest error against float64: {', '.join(largest)}.")
+        parts.append(f"Largest relative error against float64: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
-        parts.append("\\*: the device waited for the host, so it takes less time than this.")
+        parts.append("\\*: the device waited for the host, so the device alone would take less time.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])
 
 
