@@ -40,7 +40,8 @@ ADD_IN_HALF = {
     "layer_norm_linear",
     "mlp_softmax_cross_entropy",
 }
-"""Ops that add a bias in half precision to a rounded product. It costs one more rounding, whatever the sizes."""
+"""Ops that add a bias in half precision to a rounded product. This costs one more rounding, for products of
+any size."""
 
 Found = defaultdict[str, set[str]]
 """The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" and gradients, and for the residuals
@@ -129,8 +130,8 @@ def table() -> str:
             "",
             f"Results and gradients have the dtype {_text(results)}. *half* is the dtype of the inputs, "
             f"{' or '.join(HALVES)}. XLA's products are summed in float32, and then rounded to the dtype in the table. "
-            "\\*: a bias is added in half precision to a rounded product. The row of `conv1d` is for depthwise "
-            "convolutions. It computes other convolutions as `conv2d` does.",
+            "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
+            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`.",
         ]
     )
 

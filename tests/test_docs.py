@@ -356,7 +356,7 @@ def test_what_failed_and_what_the_host_bounds_is_marked(book):
 def test_variants_have_a_line_each_and_the_fastest_is_bold(book):
     run = report(row(), row(implementation="Torch eager", microseconds=8.0, peer="Torch"))
     assert cells(book("variants run", run=run)) == [
-        ["µs", "a work, batch 128"],
+        ["implementation, µs", "a work, batch 128"],
         ["`pallas`", "10"],
         ["Torch eager", "**8**"],
     ]

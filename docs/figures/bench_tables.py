@@ -64,7 +64,7 @@ def variants(reports: Reports) -> str:
         [name if name in peers else f"`{name}`", *(column.get(name, "") for column in columns.values())]
         for name in dict.fromkeys(row["implementation"] for row in rows)
     ]
-    return markdown(["µs", *columns], lines)
+    return markdown(["implementation, µs", *columns], lines)
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:

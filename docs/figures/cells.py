@@ -122,7 +122,11 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command of a run with the present names of two scripts. Other old scripts need their commit."""
+    """Return the command that repeats a run.
+
+    Two scripts have moved since old runs, and get their new names. Other old scripts exist only in old commits, which
+    the command checks out.
+    """
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

@@ -40,7 +40,7 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Yield the title and the rows by implementation of each workload and batch."""
+    """For each workload and batch, yield its title and a dict from implementations to rows."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
@@ -68,7 +68,7 @@ def library(rows: Mapping[str, Row]) -> Row | None:
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of JAX's autodiff, of the op's definition or of a baseline in plain JAX."""
+    """Return the fastest row of JAX's autodiff, applied to the op's definition or to another form in plain JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 

@@ -206,7 +206,7 @@ def sanitizer(reports: Reports) -> str:
 def many_devices(reports: Reports) -> str:
     """Return a table that compares one device, a mesh of one, and a mesh of all devices, per step.
 
-    Each device has the same number of examples in each of the three.
+    Each device has the same number of examples in all three cases.
     """
     (report,) = reports.values()
     lines = [
@@ -240,7 +240,7 @@ def communication(reports: Reports) -> str:
         time_of_sum, batch = model(plain["work"]) if model else (None, None)
         cells = [f"{plain['bytes']:,}", sums, meanwhile, number(time_of_sum), "" if batch is None else f"{batch:,}"]
         lines.append([step(plain), *cells])
-    head = ["step", "bytes", "collectives", "overlapping collectives", "sum over 8 devices, µs"]
+    head = ["step", "bytes", "collectives", "overlapping collectives", "all-reduce over 8 devices, µs"]
     return markdown([*head, "batch for 95% efficiency"], lines)
 
 
