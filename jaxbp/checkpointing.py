@@ -32,14 +32,14 @@ def check_memory(op: str, memory: Any) -> None:
     is_count = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
     if not is_count and memory not in ("all", "states", "logarithmic"):
         raise ValueError(
-            f"{op}: memory is {memory!r}; wants 'all', 'states', 'logarithmic' or the number of steps between kept "
-            "states"
+            f"{op}: memory is {memory!r}; wants 'all', 'states', 'logarithmic', or an int of at least 1, the number of "
+            "steps between kept states"
         )
 
 
 def check_steps(op: str, name: str, steps: Any) -> int:
     if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"{op}: {name} is {steps!r}; wants an int of at least 0, because it is static")
+        raise ValueError(f"{op}: {name} is {steps!r}; wants a static int of at least 0")
     return int(steps)
 
 
@@ -253,7 +253,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     """
     op, layers = "checkpointed", tuple(layers)
     if not layers:
-        raise ValueError(f"{op}: layers is empty; wants at least one")
+        raise ValueError(f"{op}: layers is empty; wants at least one layer")
     for i, layer in enumerate(layers):
         if not callable(layer):
             raise TypeError(f"{op}: layers[{i}] is a {type(layer).__name__}; wants a function of one argument")
@@ -312,7 +312,7 @@ def checkpointed_scan(
     op = "checkpointed_scan"
     check_memory(op, memory)
     if any(np.ndim(a) == 0 for a in jax.tree.leaves(xs)):
-        raise ValueError(f"{op}: xs has a number; wants arrays with one row per step")
+        raise ValueError(f"{op}: xs has an array of shape (); wants arrays whose first axis counts the steps")
     sizes = {np.shape(a)[0] for a in jax.tree.leaves(xs)} | ({length} - {None})
     if len(sizes) != 1:
         raise ValueError(f"{op}: xs and length have {sorted(sizes)} steps; wants one number of steps")

@@ -285,18 +285,19 @@ def _following(count: Array) -> Array:
 def _check_trees(chain, grads, state, params):
     if jax.tree.structure(grads) != jax.tree.structure(params):
         structures = f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}"
-        raise ValueError(f"{_NAME}: grads and params have the structures {structures}; wants the same")
+        raise ValueError(f"{_NAME}: grads and params have the structures {structures}; wants the same structure")
     for (path, g), p in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True):
         if g.shape != p.shape:
             at = jax.tree_util.keystr(path)
             raise ValueError(
-                f"{_NAME}: grads{at} and params{at} have the shapes {g.shape} and {p.shape}; wants the same"
+                f"{_NAME}: grads{at} and params{at} have the shapes {g.shape} and {p.shape}; wants the same shape"
             )
     wanted = jax.eval_shape(chain.init, params)
     same = jax.tree.structure(state) == jax.tree.structure(wanted)
     if not same or [a.shape for a in jax.tree.leaves(state)] != [a.shape for a in jax.tree.leaves(wanted)]:
         raise ValueError(
-            f"{_NAME}: state has the structure {jax.tree.structure(state)}; wants the structure of init(params)"
+            f"{_NAME}: state has the structure {jax.tree.structure(state)}; wants the structure and shapes of "
+            "init(params)"
         )
 
 

@@ -113,7 +113,8 @@ class Op(Generic[P, R]):
         jit: bool = False,
     ):
         if unknown := set(implementations) - {*IMPLEMENTATIONS, None}:
-            raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants names among {IMPLEMENTATIONS}")
+            wanted = ", ".join(map(repr, IMPLEMENTATIONS))
+            raise ValueError(f"{name}: implementations has {sorted(unknown)}; wants only names among {wanted}")
         made_of = dict(name=name, implementations=implementations, unsupported=unsupported, default=default)
         self._made_of = Op, made_of | dict(partitioned=partitioned, sharded_like=sharded_like, jit=jit)
         self.name = name
@@ -156,13 +157,13 @@ class Op(Generic[P, R]):
             return self._by_platform(arrays, options)
         if implementation not in (*IMPLEMENTATIONS, None):
             wanted = ", ".join(map(repr, IMPLEMENTATIONS))
-            raise ValueError(f"{self.name}: implementation is {implementation!r}; wants {wanted} or None")
+            raise ValueError(f"{self.name}: implementation is {implementation!r}; wants {wanted}, or None")
         if implementation not in self.implementations:
             has = ", ".join(map(repr, self.implementations))
-            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; it has {has}")
+            raise NotImplementedError(f"{self.name}: has no implementation {implementation!r}; wants one of {has}")
         if implementation == "pallas" and (reason := self.unsupported(*arrays, **options)):
             raise NotImplementedError(
-                f"{self.name}: implementation='pallas' does not take {reason}; 'xla', 'autodiff' and None do"
+                f"{self.name}: implementation='pallas' does not take {reason}; wants 'xla', 'autodiff', or None"
             )
         return self._bind(implementation, options)(*arrays)
 
@@ -256,8 +257,8 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
     except TypeError:
         is_array = isinstance(value, Array | np.ndarray)
         got = "an array" if is_array else f"a {type(value).__name__}"
-        why = "options are static" + (", arrays are passed by position" if is_array else "")
-        raise TypeError(f"{op}: {name} is {got}; wants something hashable: {why}") from None
+        why = "options are static" + ("; pass arrays by position" if is_array else "")
+        raise TypeError(f"{op}: {name} is {got}; wants a hashable value, because {why}") from None
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
@@ -327,7 +328,7 @@ class Pair(Op[P, R]):
         if not isinstance(backward, Op):
             if not isinstance(backward, Mapping):
                 got = f"{name}: backward is a {type(backward).__name__}"
-                raise TypeError(f'{got}; wants a dict, implementation -> function, say {{"xla": ...}}, or an Op')
+                raise TypeError(f'{got}; wants a dict from implementations to functions, say {{"xla": ...}}, or an Op')
             backward = Op(f"{name}_backward", _kernels_differentiable(backward, batch_axes), jit=jit)
         if linear:
             save, residuals = functools.partial(_saving_nothing, forward), _nothing

@@ -256,7 +256,7 @@ def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
     """
     if jax.tree.structure(new) != jax.tree.structure(old):
         structures = f"{jax.tree.structure(new)} and {jax.tree.structure(old)}"
-        raise ValueError(f"where_finite: new and old have the structures {structures}; wants the same")
+        raise ValueError(f"where_finite: new and old have the structures {structures}; wants the same structure")
     for (path, a), b in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             came = f"{jnp.result_type(a)}{list(jnp.shape(a))} and {jnp.result_type(b)}{list(jnp.shape(b))}"

@@ -48,7 +48,7 @@ ad.primitive_jvps[_reverse_mode_only_p] = _linearized
 
 
 def _refuse(*_, op: str, **__) -> None:
-    raise TypeError(f'{op}: has no forward mode, because it has a backward; use implementation="autodiff"')
+    raise TypeError(f'{op}: has no forward mode, because its backward is hand-written; use implementation="autodiff"')
 
 
 _tangents_p = Primitive("reverse_mode_only_tangents")
@@ -169,7 +169,9 @@ def _differentiated(arrays, tangents, *, function, **_):
 def _transposed_in_some(cotangents, *arrays, function, linear_in, op, **_):
     unknown = [i for i, a in enumerate(arrays) if ad.is_undefined_primal(a)]
     if not any(indices.issuperset(unknown) for indices in linear_in):
-        raise TypeError(f"{op}: linear_transpose is in arrays {unknown}; wants arrays in which it is linear together")
+        raise TypeError(
+            f"{op}: linear_transpose is with respect to arrays {unknown}; wants arrays in which {op} is jointly linear"
+        )
     known = {i: a for i, a in enumerate(arrays) if i not in unknown}
     avals, count = [arrays[i].aval for i in unknown], len(cotangents)
 

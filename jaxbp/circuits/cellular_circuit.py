@@ -169,7 +169,7 @@ class CellularCircuit:
         if (circuit.inputs, circuit.outputs) != (NEIGHBOURS * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
-                f"wants {NEIGHBOURS * channels} and {channels}, nine inputs and one output per channel"
+                f"wants {NEIGHBOURS * channels} and {channels}: nine inputs and one output per channel"
             )
         self.netlist = (circuit if isinstance(circuit, Netlist) else Netlist.of(circuit)).simplify()
         self.channels, self.periodic = channels, periodic
@@ -188,7 +188,8 @@ class CellularCircuit:
           ValueError: visible is not from 1 to the number of channels.
         """
         if not checks.is_int(visible) or not 1 <= visible <= self.channels:
-            raise ValueError(f"CellularCircuit: visible is {visible!r}; wants an int from 1 to {self.channels}")
+            wanted = f"an int from 1 to {self.channels}, the number of channels"
+            raise ValueError(f"CellularCircuit: visible is {visible!r}; wants {wanted}")
         netlist = self.netlist
         sources = [{i % self.channels} for i in range(netlist.inputs)]  # for each source, the channels it depends on
         for a, b in zip(netlist.a.tolist(), netlist.b.tolist(), strict=True):
@@ -217,7 +218,7 @@ class CellularCircuit:
             if fires.dtype != bool or fires.shape != state.shape[:3]:
                 raise ValueError(
                     f"CellularCircuit: fires has shape {fires.shape} and dtype {fires.dtype}; "
-                    f"wants booleans {state.shape[:3]}"
+                    f"wants booleans of shape {state.shape[:3]}"
                 )
             fires = pack_grid(fires[..., None])
         return unpack_grid(self._tick(pack_grid(state), state.shape[2], fires), state.shape[2])
@@ -259,7 +260,7 @@ class CellularCircuit:
         if not 0 <= fire_rate <= 1 or (fire_rate < 1 and seed is None):
             raise ValueError(
                 f"CellularCircuit: fire_rate is {fire_rate} and seed is {seed}; "
-                "wants a probability, with a seed if it is below 1"
+                "wants a fire_rate in [0, 1], and a seed if fire_rate is below 1"
             )
         random = np.random.default_rng(seed)
         words, fires = pack_grid(state), None
@@ -281,7 +282,7 @@ class CellularCircuit:
         if state.dtype != bool or state.ndim != 4 or state.shape[-1] != self.channels or 0 in state.shape[1:3]:
             raise ValueError(
                 f"CellularCircuit: state has shape {state.shape} and dtype {state.dtype}; "
-                f"wants booleans (batch, height, width, {self.channels})"
+                f"wants booleans of shape (batch, height, width, {self.channels})"
             )
 
     def to_c(self, name: str = "automaton") -> str:
@@ -340,7 +341,8 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
       ValueError: the width exceeds the columns in the words.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
-        raise ValueError(f"unpack_grid: width is {width}; wants at most {WORD * words.shape[-1]}, the bits of a row")
+        wanted = f"at most {WORD * words.shape[-1]}, the number of bits in the words of one row"
+        raise ValueError(f"unpack_grid: width is {width}; wants {wanted}")
     planes = np.ascontiguousarray(words, dtype="<u8").view(np.uint8)
     return np.moveaxis(np.unpackbits(planes, axis=-1, count=width, bitorder="little"), 0, -1).astype(bool)
 

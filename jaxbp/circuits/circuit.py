@@ -59,7 +59,7 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
     """Return `bits`, 0 or 1, as an array of booleans on the host."""
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
-        raise ValueError(f"{op}: bits has the number {wrong[0]}; wants 0 and 1, as jaxbp.nn.thermometer returns")
+        raise ValueError(f"{op}: bits contains {wrong[0]}; wants only 0 and 1, as jaxbp.nn.thermometer returns")
     return bits.astype(bool)
 
 
@@ -92,9 +92,8 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
     """Check the numbers of the gates' functions in a layer, and return them on the host."""
     gates = np.asarray(gates)
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
-        came = f" from {gates.min()} to {gates.max()}" if gates.size else ""
-        wanted = shape if len(shape) > 1 else shape[0]
-        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants {wanted} from 0 to 15")
+        came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
+        raise ValueError(f"{layer} has gates of shape {gates.shape}{came}; wants shape {shape} and values from 0 to 15")
     return gates.astype(np.uint8)
 
 
@@ -117,11 +116,12 @@ class Circuit(ByContent):
             if host and wires.inputs != host[-1][1].gates:
                 before = host[-1][1].gates
                 raise ValueError(
-                    f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the gates of layer {i - 1}"
+                    f"Circuit: layer {i} reads {wires.inputs} inputs; wants {before}, the number of gates of "
+                    f"layer {i - 1}"
                 )
             host.append((gates, wires))
         if not host:
-            raise ValueError("Circuit: there are no layers; wants at least one")
+            raise ValueError("Circuit: there are no layers; wants at least one layer")
         return cls(tuple(host))
 
     def __repr__(self) -> str:

@@ -129,15 +129,15 @@ def convolution_of(
     """Check the arguments of one convolution for images of this shape, and return it."""
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
-        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, as its input has")
+        raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of channels of its input")
     if unknown := options.keys() - {"stride", "padding", "pool"}:
-        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants stride, padding and pool")
+        raise TypeError(f"{op} has the options {', '.join(unknown)}; wants only the options stride, padding, and pool")
     stride, pool = (checks.pair(op, name, options.get(name, 1)) for name in ("stride", "pool"))
     padding = window_padding(op, options.get("padding", 0), shape[1:], wires.window, stride)
     places = output_size(shape[1:], wires.window, stride=stride, padding=padding)
     if any(n < p for n, p in zip(places, pool, strict=True)):
         found, least = sizes_text(np.maximum(places, 0)), sizes_text(pool)
-        raise ValueError(f"{op} has {found} positions; wants at least {least}, one window of the pool")
+        raise ValueError(f"{op} has {found} positions; wants at least {least}, the size of the pool's window")
     return Convolution(gates, wires, shape, stride, padding, pool)
 
 

@@ -57,13 +57,15 @@ class ConvolutionalCircuit(ByContent):
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-            raise ValueError(f"ConvolutionalCircuit: shape is {shape}; wants channels, height and width")
+            raise ValueError(
+                f"ConvolutionalCircuit: shape is {shape}; wants (channels, height, width), each at least 1"
+            )
         host = []
         for i, (gates, wires, *options) in enumerate(convolutions):
             host.append(convolution_of(f"ConvolutionalCircuit: convolution {i}", shape, gates, wires, dict(*options)))
             shape = host[-1].output_shape
         if not host:
-            raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one")
+            raise ValueError("ConvolutionalCircuit: there are no convolutions; wants at least one convolution")
         layers = tuple(layers)
         if layers and layers[0][1].inputs != math.prod(shape):
             raise ValueError(

@@ -65,7 +65,7 @@ class Netlist(ByContent):
                 "wants one a and one b per gate"
             )
         if not outputs.size:
-            raise ValueError("Netlist: there are no outputs; wants at least one")
+            raise ValueError("Netlist: there are no outputs; wants at least one output")
         place = inputs + np.arange(gates.size)
         _check_below("gates", gates, np.full(gates.size, GATES), "the number of functions")
         _check_below("a", a, place, "the source of the gate itself")
@@ -376,7 +376,9 @@ class _Builder:
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
     values = np.asarray(values)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a list of integers")
+        raise ValueError(
+            f"Netlist: {name} has shape {values.shape} and dtype {values.dtype}; wants a vector of integers"
+        )
     return values.astype(np.int64)
 
 

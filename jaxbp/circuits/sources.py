@@ -100,10 +100,12 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
     """Require an identifier that is not one of `words`, and not reserved in C if these are `C_WORDS`."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{op}: name is {name!r}; wants an identifier")
+        raise ValueError(
+            f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
+        )
     if name in words or (words is C_WORDS and _C_RESERVED.fullmatch(name)):
         language = "C" if words is C_WORDS else "Verilog"
-        raise ValueError(f"{op}: name is {name!r}, a word of {language}; wants another")
+        raise ValueError(f"{op}: name is {name!r}, which is reserved in {language}; wants another name")
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:

@@ -37,7 +37,8 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants a floating dtype, say {name}.astype(jnp.float32)")
         if a.dtype.itemsize < 2:  # JAX does not promote floats of 8 bits or less
-            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants 16 bits or more, say {name}.astype(jnp.bfloat16)")
+            wanted = f"a floating dtype of at least 16 bits, say {name}.astype(jnp.bfloat16)"
+            raise TypeError(f"{op}: {name} has dtype {a.dtype}; wants {wanted}")
     if len({a.dtype for a in given.values()}) > 1:
         dtype = jnp.result_type(*given.values())
         arrays |= {name: a.astype(dtype) for name, a in given.items()}
@@ -70,7 +71,7 @@ def pair(op: str, name: str, value: Any, at_least: int = 1) -> tuple[int, int]:
     both = (value, value) if is_int(value) else value
     ints = isinstance(both, tuple | list) and len(both) == 2 and all(is_int(v) for v in both)
     if not ints or min(both) < at_least:
-        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of them")
+        raise ValueError(f"{op}: {name} is {value!r}; wants an int of at least {at_least}, or a pair of such ints")
     return int(both[0]), int(both[1])
 
 
@@ -79,7 +80,7 @@ def precision(op: str, value: PrecisionLike) -> PrecisionLike:
     for one in both:
         named = isinstance(one, str) and (one in _PRECISIONS or one in lax.DotAlgorithmPreset.__members__)
         if not named and not isinstance(one, lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset):
-            wanted = "None, 'default', 'high', 'highest', another that jax.lax.dot takes, or a pair of these"
+            wanted = "None, 'default', 'high', 'highest', another precision of jax.lax.dot, or a pair of these values"
             raise ValueError(f"{op}: precision is {value!r}; wants {wanted}")
     return value
 
@@ -148,15 +149,15 @@ def broadcast(op: str, **arrays: Array) -> tuple[int, ...]:
     try:
         return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
     except ValueError:
-        shapes = " and ".join(f"{name} {a.shape}" for name, a in arrays.items())
-        raise ValueError(f"{op}: {shapes} do not broadcast; wants sizes that are equal or 1, from the right") from None
+        shapes = " and ".join(f"{name} has shape {a.shape}" for name, a in arrays.items())
+        raise ValueError(f"{op}: {shapes}; wants shapes that broadcast") from None
 
 
 def axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     wanted = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     fits = all(is_int(a) and -ndim <= a < ndim for a in wanted)
     if not fits or len({a % ndim for a in wanted}) < len(wanted):
-        raise ValueError(f"{op}: axis is {axis!r}; wants None or different ints in [{-ndim}, {ndim})")
+        raise ValueError(f"{op}: axis is {axis!r}; wants None, or one or more different ints in [{-ndim}, {ndim})")
     return tuple(sorted(int(a) % ndim for a in wanted))
 
 
@@ -170,9 +171,11 @@ def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high
     """Return a static number in `[low, high]`, or a floating array of shape (), whose range is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
+    if value.shape != ():
+        raise ValueError(f"{op}: {name} has shape {value.shape}; wants a Python number or an array of shape ()")
     is_integer = jnp.issubdtype(value.dtype, jnp.integer)
-    if value.shape != () or not (is_integer or jnp.issubdtype(value.dtype, jnp.floating)):
-        raise ValueError(f"{op}: {name} has dtype {value.dtype} and shape {value.shape}; wants a number")
+    if not (is_integer or jnp.issubdtype(value.dtype, jnp.floating)):
+        raise ValueError(f"{op}: {name} has dtype {value.dtype}; wants a floating or integer dtype")
     return jnp.asarray(value, jnp.float32 if is_integer else None)
 
 

@@ -37,9 +37,9 @@ class Kinds:
         return len(self.structure.children())
 
     def checked(self, op: str, names: list[str], found: Any) -> tuple:
-        gradients, each = as_tuple(found), f"a gradient for each of {', '.join(names)}"
+        gradients, each = as_tuple(found), f"one gradient for each of {', '.join(names)}"
         if isinstance(found, list):
-            raise TypeError(f"{op}_backward: returns a list; wants a tuple, {each}")
+            raise TypeError(f"{op}_backward: returns a list; wants a tuple with {each}")
         if len(gradients) != len(names):
             raise ValueError(f"{op}_backward: returns {len(gradients)} gradients; wants {len(names)}, {each}")
         for name, kinds, gradient in zip(names, self.structure.unflatten(self.leaves), gradients, strict=True):
@@ -63,7 +63,7 @@ def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
         parts = [()]
     if not all(g is None or isinstance(kind, _Leaf) for g, kind in zip(leaves, parts, strict=True)):
         has, wanted = (jax.tree.structure(tree) for tree in (gradient, kinds))
-        raise ValueError(f"{op}_backward: the gradient of {name} has structure {has}; wants {wanted}, that of {name}")
+        raise ValueError(f"{op}_backward: the gradient of {name} has structure {has}; wants {wanted}, as {name}")
     for g, kind in zip(leaves, parts, strict=True):
         if g is not None and kind.dtype is not None:
             _check_array(f"{op}_backward", f"{name}{kind.path}", kind, g)
@@ -73,7 +73,9 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
     dtype = jnp.result_type(gradient)
     if not jnp.issubdtype(kind.dtype, jnp.inexact):
         if dtype != jax.dtypes.float0:
-            raise TypeError(f"{op}: {name} has dtype {kind.dtype}, but a gradient of {dtype}; wants None")
+            raise TypeError(
+                f"{op}: the gradient of {name} has dtype {dtype}, but {name} has dtype {kind.dtype}; wants None"
+            )
     elif jnp.shape(gradient) != kind.shape:
         has = jnp.shape(gradient)
         raise ValueError(f"{op}: the gradient of {name} has shape {has}; wants {kind.shape}, the shape of {name}")

@@ -90,10 +90,12 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
         for pair in pairs
     )
     if not fits:
-        axes, causal = (f"each of {len(input_size)} axes", "") if len(input_size) > 1 else ("the axis", ", 'CAUSAL'")
+        names = (
+            "'VALID', 'SAME', or 'SAME_LOWER'" if len(input_size) > 1 else "'VALID', 'SAME', 'SAME_LOWER', or 'CAUSAL'"
+        )
         raise ValueError(
-            f"{op}: padding is {padding!r}; wants an int of at least 0, a sequence of such ints or of pairs (before, "
-            f"after) for {axes}, 'SAME', 'SAME_LOWER'{causal}, or 'VALID'"
+            f"{op}: padding is {padding!r}; wants {names}; or an int; or a sequence with one entry per axis "
+            f"({len(input_size)} in total), each an int or a pair (before, after). Each int is at least 0"
         )
     return tuple((int(before), int(after)) for before, after in pairs)
 
@@ -102,8 +104,9 @@ def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
     """Require that a window or filter, called `name` in the error, is not larger than the padded input."""
     if not fits(extent, input_size, padding):
         by = lambda sizes: " x ".join(map(str, sizes))  # noqa: E731
+        padded = by(size + sum(p) for size, p in zip(input_size, padding, strict=True))
         raise ValueError(
-            f"{op}: the {name}, {by(extent)}, is larger than the input, {by(input_size)} with padding {padding}{hint}"
+            f"{op}: the {name} is {by(extent)}; wants at most {padded}, the size of the padded input{hint}"
         )
 
 
@@ -130,14 +133,16 @@ def pool_windows(
     """Return a pool's windows, and its padding without the padding by `ceil_mode`. `shape` ends in height and width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
-        raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants some of {known}")
+        raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants only options among {known}")
     input_size = tuple(shape[-2:])
     window, dilation = checks.pair(op, "window", window), checks.pair(op, "dilation", dilation)
     stride = window if stride is None else checks.pair(op, "stride", stride)
     extent = dilated(window, dilation)
     padding = window_padding(op, padding, input_size, extent, stride)
     if any(max(p) >= reach for p, reach in zip(padding, extent, strict=True)):
-        raise ValueError(f"{op}: padding is {padding}; wants less than the window, {extent}")
+        raise ValueError(
+            f"{op}: padding is {padding}; wants less than the size of the window with its dilation, {extent}"
+        )
     would_fit = channel_axis == 1 and len(shape) == 4 and fits(extent, shape[1:3], padding)
     hint = f". x has shape {tuple(shape)}; if this is NHWC, pass channel_axis=-1" if would_fit else ""
     require_fit(op, "window", extent, input_size, padding, hint)

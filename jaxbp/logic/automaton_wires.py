@@ -98,9 +98,11 @@ class Automaton(ByContent):
         checks.count(op, "channels", channels)
         checks.count(op, "perception_kernels", perception_kernels)
         if not perception_widths or perception_widths[0] != 8:
-            raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants 8 first, one gate per neighbor")
+            wanted = "8 as the first entry, one gate per neighbor"
+            raise ValueError(f"{op}: perception_widths is {perception_widths!r}; wants {wanted}")
         if not update_widths or update_widths[-1] != channels:
-            raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {channels} last, one gate per channel")
+            wanted = f"{channels} as the last entry, one gate per channel"
+            raise ValueError(f"{op}: update_widths is {update_widths!r}; wants {wanted}")
         seeds = iter(np.random.default_rng(seed).integers(2**31, size=len(perception_widths) + len(update_widths)))
         perception = [Wires.moore(seed=int(next(seeds)))]
         for reads, gates in itertools.pairwise(perception_widths):
@@ -137,15 +139,17 @@ class Automaton(ByContent):
                         f"of {name}[{i - 1}]"
                     )
         if perception[0].inputs != NEIGHBOURHOOD:
-            raise ValueError(f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell seen")
+            raise ValueError(
+                f"{op}: perception[0] reads {perception[0].inputs} inputs; wants 9, one per cell of the neighborhood"
+            )
         if update[-1].gates != channels:
             raise ValueError(f"{op}: update[-1] has {update[-1].gates} gates; wants {channels}, one per channel")
         of_a_kernel = channels * perception[-1].gates
         kernels, rest = divmod(update[0].inputs - channels, of_a_kernel)
         if kernels < 1 or rest:
             raise ValueError(
-                f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels}, one per channel, plus a multiple "
-                f"of {of_a_kernel}, the number of outputs of a perception circuit"
+                f"{op}: update[0] reads {update[0].inputs} inputs; wants {channels} + k * {of_a_kernel}, from "
+                f"{channels} channels and the {of_a_kernel} outputs of each of k >= 1 perception circuits"
             )
         order = _order(update, channels, kernels, perception[-1].gates)
         return cls(tuple(perception), tuple(update), order, channels, kernels, bool(periodic))
@@ -180,4 +184,4 @@ def _unique(op: str, name: str, inputs: int, gates: int, seed: int) -> Wires:
     try:
         return Wires.unique(inputs, gates, seed)
     except ValueError as error:
-        raise ValueError(f"{op}: {name} has {gates} gates after {inputs} inputs: {error}") from None
+        raise ValueError(f"{op}: {name} has a layer of {gates} gates that reads {inputs} inputs: {error}") from None

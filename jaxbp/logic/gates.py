@@ -146,7 +146,7 @@ def harden(
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
     if not isinstance(logits, jax.core.Tracer) and (count := int(jnp.isnan(logits).any(axis=-1).sum())):
-        raise ValueError(f"harden: the logits of {count} gates are NaN; wants numbers")
+        raise ValueError(f"harden: the logits of {count} gates contain NaN; wants logits without NaN")
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
     row = logits if parametrization == "input_wise" else _times(upcast(logits), WALSH.T)
@@ -225,7 +225,7 @@ def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -
     (x,) = checks.floating("group_sum", x=x)
     if x.ndim == 0 or not checks.is_int(groups) or groups < 1 or x.shape[-1] % groups:
         raise ValueError(
-            f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants groups to divide x's last axis"
+            f"group_sum: x has shape {x.shape} and groups is {groups!r}; wants a divisor of the size of x's last axis"
         )
     check_tau("group_sum", tau)
     sums = jnp.sum(upcast(x).reshape(*x.shape[:-1], groups, x.shape[-1] // groups), axis=-1)

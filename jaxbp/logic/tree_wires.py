@@ -76,13 +76,15 @@ class TreeWires(ByContent):
                 "where leaves is a power of two"
             )
         if leaves.shape[1] < 2:
-            raise ValueError("TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate")
+            raise ValueError(
+                "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the number of inputs of one gate"
+            )
         bounds = np.array([channels, *window])
         if (wrong := np.argwhere((leaves < 0) | (leaves >= bounds))).size:
             at = tuple(wrong[0].tolist())
             raise ValueError(
                 f"TreeWires.from_leaves: leaves[{', '.join(map(str, at))}] is {leaves[at]}; wants at least 0 and below "
-                f"{bounds[at[2]]}, the {('channels', 'height of the window', 'width of the window')[at[2]]}"
+                f"{bounds[at[2]]}, the {('number of channels', 'height of the window', 'width of the window')[at[2]]}"
             )
         read = leaves[..., 0].ravel()
         arrays = dict(

@@ -90,9 +90,11 @@ class Wires(ByContent):
         inputs = checks.count("Wires.from_pairs", "inputs", inputs)
         a, b = (_check_indices(name, wires, inputs) for name, wires in (("a", a), ("b", b)))
         if a.shape != b.shape:
-            raise ValueError(f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one of each per gate")
+            raise ValueError(
+                f"Wires.from_pairs: a has {a.size} wires and b has {b.size}; wants one wire a and one wire b per gate"
+            )
         if a.size == 0:
-            raise ValueError("Wires.from_pairs: there are no gates; wants at least one")
+            raise ValueError("Wires.from_pairs: there are no gates; wants at least one gate")
         reads = np.stack([a, b], axis=1).ravel()  # the input of each consumer
         consumers = np.lexsort([np.arange(reads.size) // 2, np.arange(reads.size) % 2, reads])
         counts = np.bincount(2 * reads + np.arange(reads.size) % 2, minlength=2 * inputs)

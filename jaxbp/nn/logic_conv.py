@@ -121,9 +121,14 @@ class LogicConvNetwork(nnx.Module):
         **options: Unpack[GateOptions],
     ):
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
-            raise ValueError(f"LogicConvNetwork: shape is {tuple(shape)}; wants channels, height and width")
+            raise ValueError(
+                f"LogicConvNetwork: shape is {tuple(shape)}; wants (channels, height, width), each at least 1"
+            )
         if not convolutions:
-            raise ValueError("LogicConvNetwork: convolutions is empty; wants at least one; for none, use LogicNetwork")
+            raise ValueError(
+                "LogicConvNetwork: convolutions is empty; wants at least one convolution. Without convolutions, use "
+                "LogicNetwork"
+            )
         for convolution in convolutions:
             if not isinstance(convolution, LogicConvolution):
                 raise TypeError(f"LogicConvNetwork: a convolution is {convolution!r}; wants a LogicConvolution")

@@ -30,7 +30,7 @@ class Layer:
         name = type(self).__name__
         if implementation not in (*IMPLEMENTATIONS, None):
             wanted = ", ".join(map(repr, IMPLEMENTATIONS))
-            raise ValueError(f"{name}: implementation is {implementation!r}; wants {wanted} or None")
+            raise ValueError(f"{name}: implementation is {implementation!r}; wants {wanted}, or None")
         super().__init__(*args, **options)
         self.implementation = implementation
         self._needs_flax()
@@ -75,7 +75,7 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):
         what = f"{name}: implementation={implementation!r} does not take {', '.join(used)}"
-        raise NotImplementedError(f"{what}; 'autodiff' and None do")
+        raise NotImplementedError(f"{what}; wants 'autodiff' or None")
     return bool(used)
 
 

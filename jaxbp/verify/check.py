@@ -106,10 +106,10 @@ def check(
         the op has no forward in float64, or has a side effect; or `gradient_of` has results of other shapes.
     """
     if order not in ORDERS:
-        raise ValueError(f"check: order is {order!r}; wants 1, 2 or 3")
+        raise ValueError(f"check: order is {order!r}; wants 1, 2, or 3")
     if unknown := set(added) - set(EXTRA_DATA):
         raise ValueError(
-            f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants some of {', '.join(EXTRA_DATA)}"
+            f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants only names among {', '.join(EXTRA_DATA)}"
         )
     require_function("check", "op", op)
     if gradient_of is not None:
@@ -132,8 +132,8 @@ def check(
                     progress.show(f"{row.dtype}, order {row.order}, {row.data}")
             except jax.errors.UnexpectedTracerError as error:
                 raise TypeError(
-                    f"check: {name_of(op)} keeps an array from one trace for another; wants a function without side "
-                    "effects"
+                    f"check: {name_of(op)} leaks a tracer: it stores an array in one call and uses it in a later call; "
+                    "wants a function whose results depend only on its arguments"
                 ) from error
     return CheckResult(tuple(rows), _untried(rows, options, cases, added), tuple(dict.fromkeys(notes)))
 

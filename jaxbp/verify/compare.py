@@ -188,8 +188,10 @@ def compare(
     arguments = take_apart(function, args)
     chosen = arguments.positions((argnums,) if isinstance(argnums, int) else argnums)
     if not chosen:
-        among = "its arguments" if argnums is None else argnums
-        raise ValueError(f"compare: {name_of(function)} has no floating argument among {among}")
+        among = "" if argnums is None else f" among argnums {argnums}"
+        raise ValueError(
+            f"compare: {name_of(function)} has no floating argument{among}; wants at least one, to differentiate"
+        )
     leaves, random = list(arguments.leaves), np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda leaves: arguments.call(bind(function, reference, options), leaves), leaves)
     cotangents = [_normal(random, y) if y.shape else np.ones((), y.dtype) for y in shapes]

@@ -112,7 +112,9 @@ class Reference:
     def _require_results(self, surrogate, arguments, name):
         shapes = [y.shape for y in jax.eval_shape(surrogate, *arguments.floats)]
         if shapes != (wanted := [y.shape for y in self.results]):
-            raise ValueError(f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}, as the op has")
+            raise ValueError(
+                f"check: gradient_of={name} has results of shapes {shapes}; wants {wanted}, as the op's results"
+            )
 
     @functools.cached_property
     def _without_custom_rules(self) -> Derivatives:
@@ -349,7 +351,9 @@ def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]
         if not results:
             raise ValueError(f"check: {name_of(op)} has no floating result; wants at least one, to differentiate")
         return function, results, name == "autodiff"
-    raise TypeError(f"check: no implementation of {name_of(op)} takes float64; wants one that does, as the reference")
+    raise TypeError(
+        f"check: no implementation of {name_of(op)} takes float64; wants at least one that does, for the reference"
+    )
 
 
 def with_gradient_of(forward: Function, surrogate: Function) -> Function:

@@ -178,7 +178,7 @@ def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | No
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}, only bfloat16 and float16"
     if window[0] * window[1] > _MAX_PLACES:
-        return f"window={window}, more than {_MAX_PLACES} positions"
+        return f"window={window}, which has more than {_MAX_PLACES} positions"
     if _cheapest(x, w, window) is None:
         return f"{w.shape} filters on {x.shape}, for which no tile fits the tensor cores and shared memory"
     return None

@@ -12,9 +12,9 @@ MAX_PLACES = 16
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
     """Return why the exact float32 kernels do not support filters and windows of these sizes, or None."""
     if filter_rows * filter_columns > MAX_TAPS:
-        return f"filters of {filter_rows} x {filter_columns}, more than {MAX_TAPS} positions"
+        return f"filters of {filter_rows} x {filter_columns}, which have more than {MAX_TAPS} positions"
     if window[0] * window[1] > MAX_PLACES:
-        return f"window={window}, more than {MAX_PLACES} positions"
+        return f"window={window}, which has more than {MAX_PLACES} positions"
     return None
 
 

@@ -98,7 +98,7 @@ def launch(
     if not sums_across_warps:
         options["reduction_scratch_bytes"] = 0
     if in_place and skippable:
-        raise ValueError(f"{name}: skippable is {skippable}; wants an empty sequence, because outputs are in_place")
+        raise ValueError(f"{name}: skippable is {skippable}; wants an empty sequence, because in_place is given")
     out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), out)
     outputs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
@@ -199,7 +199,9 @@ def _recording_lines():
 
 def _interpret(body, *arrays, structure, out, grid, name, scratch):
     if scratch:
-        raise NotImplementedError(f"{name}: uses a GPU's shared memory, which only GPUs and `simulated` have")
+        raise NotImplementedError(
+            f"{name}: uses shared memory, which the interpreter lacks; wants a GPU or the context `simulated`"
+        )
 
     def kernel_body(*refs):
         body(*structure.unflatten(refs), **{axis: pl.program_id(i) for i, axis in enumerate(grid)})

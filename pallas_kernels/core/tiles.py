@@ -67,7 +67,10 @@ class Kernel:
             raise NotImplementedError(f"{self.name}: does not take {reason}")
         config = config or self.heuristic(*arrays, **options)
         if config is None:
-            raise NotImplementedError(f"{self.name}: does not pay for these arguments; wants a config=")
+            raise NotImplementedError(
+                f"{self.name}: is slower than another kernel or XLA for these arguments, so it has no default config; "
+                "wants config="
+            )
         return self._function(*arrays, config=config, **options)
 
     def __repr__(self) -> str:
@@ -93,7 +96,7 @@ def kernel(
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
     """Raise ValueError unless a tile's size divides the length of its axis."""
     if length % size:
-        raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}")
+        raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}, the size of its axis")
 
 
 def _version(capability: tuple[int, int]) -> str:

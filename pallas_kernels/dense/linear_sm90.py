@@ -166,7 +166,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
-        wanted = f"one split, and {STEP} or {_MIN_COLUMNS} columns"
+        wanted = f"splits=1, and {STEP} or {_MIN_COLUMNS} columns"
         raise ValueError(f"linear_sm90.forward: config is {config}; wants {wanted}")
     product = _Forward(config, rows, outputs, inputs, device.target().multiprocessors)
     product.check("linear_sm90.forward")

@@ -100,7 +100,7 @@ def _gates_config(x):
 
 def _by_gate_unsupported(dy, coefficients, graph, x):
     if not graph.regular or graph.max_fan_out != 1:
-        return f"wires with {graph.max_fan_out} consumers per input, only 1"
+        return f"wires with {graph.max_fan_out} consumers per input, only 1 consumer"
     return unsupported_batch(x) or unsupported_memory(GATE_SUMS * _GATES)
 
 

@@ -96,7 +96,7 @@ def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
-        return f"pool={pool}, at most {_MAX_PLACES} positions"
+        return f"pool={pool}, which has more than {_MAX_PLACES} positions"
     return None
 
 

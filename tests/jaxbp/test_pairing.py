@@ -142,8 +142,8 @@ def test_a_wrong_backward_is_found_by_check_grads():
 
 
 LACKING = [
-    (FORMULA_ALONE, "pallas", "cube: has no implementation 'pallas'; it has 'xla', 'autodiff'"),
-    (FORMULA_ALONE.backward, "autodiff", "cube_backward: has no implementation 'autodiff'; it has 'xla'"),
+    (FORMULA_ALONE, "pallas", "cube: has no implementation 'pallas'; wants one of 'xla', 'autodiff'"),
+    (FORMULA_ALONE.backward, "autodiff", "cube_backward: has no implementation 'autodiff'; wants one of 'xla'"),
 ]
 
 
@@ -241,7 +241,7 @@ def test_with_jit_wrong_arguments_have_the_same_errors():
             renamed(X, k=1, implementation="cuda")
         with pytest.raises(ValueError, match=rf"^{renamed.name}: implementation is \['xla'\]; wants"):
             renamed(X, k=1, implementation=["xla"])
-        with pytest.raises(TypeError, match=rf"^{renamed.name}: k is a list; wants something hashable"):
+        with pytest.raises(TypeError, match=rf"^{renamed.name}: k is a list; wants a hashable value"):
             renamed(X, k=[1])
 
 
@@ -418,8 +418,8 @@ def test_nan_is_one_option(option):
 def test_an_option_that_is_not_hashable_is_refused_with_op_and_option(implementation):
     with pytest.raises(TypeError) as error:
         POWER(X, power=2, scale=[3.0], implementation=implementation)
-    assert str(error.value) == "power: scale is a list; wants something hashable: options are static"
-    with pytest.raises(TypeError, match=r"scale is an array; .* options are static, arrays are passed by position"):
+    assert str(error.value) == "power: scale is a list; wants a hashable value, because options are static"
+    with pytest.raises(TypeError, match=r"scale is an array; .* options are static; pass arrays by position"):
         POWER(X, power=2, scale=X[0], implementation=implementation)
 
 
@@ -521,15 +521,13 @@ def test_the_implementation_asked_for_is_taken_on_every_platform(implementation,
 
 
 def test_a_backward_that_is_no_dict_is_refused_with_what_is_wanted():
-    with pytest.raises(
-        TypeError, match=r'^cube: backward is a function; wants a dict, .*, say {"xla": ...}, or an Op$'
-    ):
+    with pytest.raises(TypeError, match=r'^cube: backward is a function; wants a dict .*, say {"xla": ...}, or an Op$'):
         Pair(cube, cube_gradient)
 
 
 def test_an_op_with_an_unknown_implementation_cannot_be_made():
     with pytest.raises(
-        ValueError, match=r"^marked: implementations has \['cuda', 'triton'\]; wants names among \('pallas'"
+        ValueError, match=r"^marked: implementations has \['cuda', 'triton'\]; wants only names among 'pallas'"
     ):
         Op("marked", dict.fromkeys(["xla", "triton", "cuda"], jnp.sin))
 
@@ -539,7 +537,7 @@ def test_what_a_kernel_does_not_take_is_refused_by_name():
     np.testing.assert_array_equal(op(POINTS[:3], implementation="pallas"), jnp.tan(POINTS[:3]))
     with pytest.raises(NotImplementedError) as error:
         op(POINTS, implementation="pallas")
-    message = "marked: implementation='pallas' does not take arrays of 5; 'xla', 'autodiff' and None do"
+    message = "marked: implementation='pallas' does not take arrays of 5; wants 'xla', 'autodiff', or None"
     assert str(error.value) == message
 
 
@@ -643,9 +641,13 @@ def scaled_backward(dy, x, w):
 
 
 WRONG = {
-    "too few": (lambda dy, x, w: dy * w, ValueError, "returns 1 gradients; wants 2, a gradient for each of x, w"),
-    "too many": (lambda dy, x, w: (dy, dy, dy), ValueError, "returns 3 gradients; wants 2, a gradient for each of"),
-    "a list": (lambda dy, x, w: [dy * w, dy * x], TypeError, "returns a list; wants a tuple, a gradient for each of"),
+    "too few": (lambda dy, x, w: dy * w, ValueError, "returns 1 gradients; wants 2, one gradient for each of x, w"),
+    "too many": (lambda dy, x, w: (dy, dy, dy), ValueError, "returns 3 gradients; wants 2, one gradient for each of"),
+    "a list": (
+        lambda dy, x, w: [dy * w, dy * x],
+        TypeError,
+        "returns a list; wants a tuple with one gradient for each of",
+    ),
     "a shape": (
         lambda dy, x, w: (dy * w, jnp.sum(dy * x)),
         ValueError,
@@ -682,7 +684,7 @@ def test_a_gradient_for_integers_is_none_or_float0():
 
     for none in (None, np.zeros(2, jax.dtypes.float0)):
         np.testing.assert_array_equal(gradient(none), [1, 0, 1])
-    with pytest.raises(TypeError, match="rows has dtype int32, but a gradient of float32; wants None"):
+    with pytest.raises(TypeError, match="the gradient of rows has dtype float32, but rows has dtype int32; wants None"):
         gradient(jnp.ones(2))
 
 

@@ -265,5 +265,6 @@ def check_indices(op, name, indices, shape):
 
 def integers(op, name, indices):
     if not hasattr(indices, "dtype") or not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} is {getattr(indices, 'dtype', type(indices).__name__)}; wants integers")
+        came = f"has dtype {indices.dtype}" if hasattr(indices, "dtype") else f"is a {type(indices).__name__}"
+        raise TypeError(f"{op}: {name} {came}; wants an array of integers")
     return jnp.asarray(indices)

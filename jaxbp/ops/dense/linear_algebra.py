@@ -240,20 +240,21 @@ def _order(op, axes, ndim):
 
 def _product_of(op, implementation, precision, **arrays):
     *dy, a, b = checks.floating(op.name, **arrays)
-    shapes = f"a has shape {a.shape} and b {b.shape}"
+    shapes = f"a has shape {a.shape} and b has shape {b.shape}"
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:
-            raise ValueError(f"{op.name}: {name} has shape (); wants at least one axis (multiply takes numbers)")
+            raise ValueError(
+                f"{op.name}: {name} has shape (); wants at least one axis; for a factor of shape (), use jaxbp.multiply"
+            )
     if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
-        raise ValueError(
-            f"{op.name}: {shapes}; wants a's last axis to be as long as b's second-to-last axis, or b's only axis"
-        )
+        axis = "b.shape[0]" if b.ndim == 1 else "b.shape[-2]"
+        raise ValueError(f"{op.name}: {shapes}; wants a.shape[-1] == {axis}")
     function = jnp.matmul if op.name.startswith("matmul") else jnp.dot
     if function is jnp.matmul:
         try:
             jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         except ValueError:
-            raise ValueError(f"{op.name}: {shapes}; wants batch axes that broadcast") from None
+            raise ValueError(f"{op.name}: {shapes}; wants batch axes (all but the last two) that broadcast") from None
     if dy:
         checks.shape(op.name, "dy", *dy, *jax.eval_shape(function, a, b).shape)
     precision = checks.precision(op.name, precision)

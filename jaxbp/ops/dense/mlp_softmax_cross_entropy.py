@@ -349,7 +349,8 @@ def _call(op, x, labels, layers, precision, implementation):
 
 def _check(op, x, labels, layers, **dy):
     if not layers or len(layers) % 2:
-        raise ValueError(f"{op}: layers are {len(layers)} arrays; wants w and b per layer, and at least one layer")
+        wanted = "an even number of arrays, at least 2: w1, b1, w2, b2, ..."
+        raise ValueError(f"{op}: layers has {len(layers)} arrays; wants {wanted}")
     names = [f"layers[{i}]" for i in range(len(layers))]
     x, *arrays = checks.floating(op, x=x, **dict(zip(names, layers, strict=True)), **dy)
     layers, dy = arrays[: len(names)], arrays[len(names) :]
@@ -357,7 +358,7 @@ def _check(op, x, labels, layers, **dy):
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{op}: labels has dtype {labels.dtype}; wants integers, one class per example")
     if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., in_features), at least one feature")
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., in_features), with at least one feature")
     checks.shape(op, "labels", labels, *x.shape[:-1])
     features = x.shape[-1]
     for i in range(0, len(layers), 2):

@@ -298,16 +298,18 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
     if rate == 1.0 and rounding is None:
         return None
     if key is None and rate < 1.0:
-        raise ValueError(f"{op}: key is None and fire_rate is {rate}; wants a key that says which cells update")
+        raise ValueError(
+            f"{op}: key is None and fire_rate is {rate}; wants a key, which determines the cells that update"
+        )
     if key is None:
         came = rounding_rate if checks.is_number(rounding_rate) else "an array"
-        wanted = "a key that says which values are rounded"
+        wanted = "a key, which determines the values that are rounded"
         raise ValueError(f"{op}: key is None and rounding_rate is {came}; wants {wanted}")
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape) == 1):
-        came = type(key).__name__ if dtype is None else f"{dtype} of shape {shape}"
-        raise TypeError(f"{op}: key is a {came}; wants one key, as jax.random.key returns it")
+        came = f"is a {type(key).__name__}" if dtype is None else f"has dtype {dtype} and shape {shape}"
+        raise TypeError(f"{op}: key {came}; wants one key, say jax.random.key(0)")
     if steps is None:
         return Draws(key[None], rounding)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(steps, dtype=np.uint32))
@@ -318,8 +320,9 @@ def _rounding_rate(op: str, rate: Any) -> Array | None:
     """Return the rounding rate as an array, or None for the number 0, with which nothing is drawn."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
-            came = f"{rate.dtype} of shape {rate.shape}"
-            raise ValueError(f"{op}: rounding_rate is {came}; wants a number in [0.0, 1.0], floating if it is an array")
+            wanted = "a number in [0.0, 1.0], or a floating array of shape ()"
+            came = f"has dtype {rate.dtype} and shape {rate.shape}"
+            raise ValueError(f"{op}: rounding_rate {came}; wants {wanted}")
         if not isinstance(rate, jax.core.Tracer):
             checks.number(op, "rounding_rate", float(rate), 0.0, 1.0)
     elif checks.number(op, "rounding_rate", rate, 0.0, 1.0) == 0.0:

@@ -347,7 +347,7 @@ def _check(op, logits, wires, x, parametrization, groups):
     (x,) = checks.floating(op, x=x)
     gates.check_parameters(op, logits, wires.gates, parametrization)
     if x.ndim == 0 or x.shape[-1] != wires.inputs:
-        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the inputs of wires")
+        raise ValueError(f"{op}: x has shape {x.shape}; wants (..., {wires.inputs}), the number of inputs of wires")
     if groups is not None and (not checks.is_int(groups) or groups < 1 or wires.gates % groups):
         raise ValueError(f"{op}: groups is {groups!r}; wants None, or a divisor of {wires.gates}, the number of gates")
     return logits, x

@@ -151,7 +151,7 @@ def _check(op, num_groups, epsilon, channel_axis, x, scale, bias=None, **dy):
         raise ValueError(f"{op}: x has shape {x.shape}; wants (batch, channels, ...)")
     axis = checks.one_axis(op, "channel_axis", channel_axis, x.ndim)
     if axis == 0:
-        raise ValueError(f"{op}: channel_axis is {channel_axis}; wants another axis than the first, the batch")
+        raise ValueError(f"{op}: channel_axis is {channel_axis}; wants an axis other than axis 0, the batch axis")
     channels, groups = x.shape[axis], checks.count(op, "num_groups", num_groups)
     if channels % groups:
         raise ValueError(f"{op}: num_groups is {groups}; wants a divisor of the number of channels, {channels}")

@@ -303,7 +303,7 @@ def _check(op, axis, eps, x, scale, bias=None, **dy):
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):
-        raise ValueError(f"{op}: axis is {axis!r}; wants the last axis or several last axes")
+        raise ValueError(f"{op}: axis is {axis!r}; wants the last axis, or several adjacent axes up to the last one")
     if dy:
         checks.shape(op, "dy", *dy, *x.shape)
     size = x.shape[axes[0] :] if x.ndim else (1,)

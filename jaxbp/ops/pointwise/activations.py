@@ -233,7 +233,9 @@ def prelu_backward(
 def _check_alpha(op, x, alpha):
     x, alpha = checks.floating(op, x=x, alpha=alpha)
     if checks.broadcast(op, x=x, alpha=alpha) != x.shape:
-        raise ValueError(f"{op}: alpha has shape {alpha.shape}; wants a shape that broadcasts to x's, {x.shape}")
+        raise ValueError(
+            f"{op}: alpha has shape {alpha.shape}; wants a shape that broadcasts to {x.shape}, the shape of x"
+        )
 
 
 def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:

@@ -115,5 +115,5 @@ def _check(op, gate, up, activation):
     gate, up = checks.floating(op, gate=gate, up=up)
     checks.shape(op, "up", up, *gate.shape)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ValueError(f"{op}: activation is {activation!r}; wants {', '.join(map(repr, _ACTIVATIONS))}")
+        raise ValueError(f"{op}: activation is {activation!r}; wants one of {', '.join(map(repr, _ACTIVATIONS))}")
     return activation

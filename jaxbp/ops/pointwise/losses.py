@@ -313,7 +313,7 @@ def _with_pos_weight(op, pos_weight, *, logits, labels, **dy):
     *arrays, pos_weight = checks.floating(op, **arrays, pos_weight=pos_weight)
     if checks.broadcast(op, logits=logits, pos_weight=pos_weight) != logits.shape:
         got = f"{op}: pos_weight has shape {pos_weight.shape}"
-        raise ValueError(f"{got}; wants a shape that broadcasts to the logits', {logits.shape}")
+        raise ValueError(f"{got}; wants a shape that broadcasts to {logits.shape}, the shape of logits")
     return *arrays, pos_weight
 
 

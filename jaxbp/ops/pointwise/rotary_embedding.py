@@ -148,17 +148,15 @@ def rotary_embedding_backward(
 def _check(op, name, x, positions, base, frequencies, interleaved):
     (x,) = checks.floating(op, **{name: x})
     if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(
-            f"{op}: {name} has shape {x.shape}; wants (..., head_dim), an even number of features per head"
-        )
+        raise ValueError(f"{op}: {name} has shape {x.shape}; wants (..., head_dim), with an even head_dim")
     positions = checks.array(op, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        wanted = "integers; to scale them, pass frequencies"
+        wanted = "integers; to scale positions, pass scaled frequencies"
         raise TypeError(f"{op}: positions has dtype {positions.dtype}; wants {wanted}")
     lead = x.shape[:-1]
     fits = positions.ndim == len(lead) and all(n in (1, m) for n, m in zip(positions.shape, lead, strict=True))
     if not fits:
-        wanted = f"one axis per leading axis of {name}, {lead}, each of this size or of size 1"
+        wanted = f"{len(lead)} axes that broadcast to {lead}, the leading axes of {name}"
         raise ValueError(f"{op}: positions has shape {positions.shape}; wants {wanted}")
     options = dict(
         frequencies=_frequencies(op, x.shape[-1], base, frequencies),
@@ -172,5 +170,7 @@ def _frequencies(op, head_dim, base, frequencies):
         base = checks.number(op, "base", base, low=1.0)
         return tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2))
     if not isinstance(frequencies, Sequence | np.ndarray) or len(frequencies) != head_dim // 2:
-        raise ValueError(f"{op}: frequencies is {frequencies!r}; wants {head_dim // 2} numbers, one per pair")
+        raise ValueError(
+            f"{op}: frequencies is {frequencies!r}; wants {head_dim // 2} numbers, one per pair of features"
+        )
     return tuple(checks.number(op, "frequencies", frequency) for frequency in frequencies)

@@ -345,7 +345,7 @@ def test_none_falls_back_for_float64(name):
 
 @every_op
 def test_unknown_implementation_is_refused(name):
-    wanted = f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+    wanted = f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff', or None"
     with pytest.raises(ValueError, match=wanted):
         op_of(name, None, "cuda")(*drawn(name)[0])
 

@@ -231,7 +231,7 @@ STATE = random_state(1, 4, 4, 1)
 REFUSED = {
     "a circuit of other channels": (
         lambda: CellularCircuit(life_gates(), 2),
-        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 and 2, nine inputs and one output per channel",
+        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 and 2: nine inputs and one output per channel",
     ),
     "no channels": (
         lambda: CellularCircuit(life_gates(), 0),
@@ -239,33 +239,39 @@ REFUSED = {
     ),
     "numbers": (
         lambda: INVERT.step(STATE.astype(float)),
-        "CellularCircuit: state has shape (1, 4, 4, 1) and dtype float64; wants booleans (batch, height, width, 1)",
+        "CellularCircuit: state has shape (1, 4, 4, 1) and dtype float64; wants booleans of shape (batch, height, "
+        "width, 1)",
     ),
     "a state of other channels": (
         lambda: INVERT.run(random_state(1, 4, 4, 2), 1),
-        "CellularCircuit: state has shape (1, 4, 4, 2) and dtype bool; wants booleans (batch, height, width, 1)",
+        "CellularCircuit: state has shape (1, 4, 4, 2) and dtype bool; wants booleans of shape (batch, height, "
+        "width, 1)",
     ),
     "cells that fire on another grid": (
         lambda: INVERT.step(STATE, np.ones((1, 4, 5), bool)),
-        "CellularCircuit: fires has shape (1, 4, 5) and dtype bool; wants booleans (1, 4, 4)",
+        "CellularCircuit: fires has shape (1, 4, 5) and dtype bool; wants booleans of shape (1, 4, 4)",
     ),
     "no visible channel": (
         lambda: INVERT.seen(0),
-        "CellularCircuit: visible is 0; wants an int from 1 to 1",
+        "CellularCircuit: visible is 0; wants an int from 1 to 1, the number of channels",
     ),
     "ticks below 0": (lambda: INVERT.run(STATE, -1), "CellularCircuit: ticks is -1; wants an int of at least 0"),
     "no seed": (
         lambda: INVERT.states(STATE, 1, fire_rate=0.5),
-        "CellularCircuit: fire_rate is 0.5 and seed is None; wants a probability, with a seed if it is below 1",
+        "CellularCircuit: fire_rate is 0.5 and seed is None; wants a fire_rate in [0, 1], and a seed if "
+        "fire_rate is below 1",
     ),
     "no cells": (
         lambda: INVERT.to_verilog(0, 3),
         "CellularCircuit: the grid is 0 x 3; wants at least one cell",
     ),
-    "a keyword of C": (lambda: INVERT.to_c("auto"), "CellularCircuit: name is 'auto', a word of C; wants another"),
+    "a keyword of C": (
+        lambda: INVERT.to_c("auto"),
+        "CellularCircuit: name is 'auto', which is reserved in C; wants another name",
+    ),
     "a keyword of Verilog": (
         lambda: INVERT.to_verilog(2, 2, "cell"),
-        "CellularCircuit: name is 'cell', a word of Verilog; wants another",
+        "CellularCircuit: name is 'cell', which is reserved in Verilog; wants another name",
     ),
 }
 

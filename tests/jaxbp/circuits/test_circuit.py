@@ -54,7 +54,7 @@ def test_numbers_that_are_no_bits_are_refused(number):
     assert np.array_equal(CIRCUIT(bits), CIRCUIT(BITS))
     bits[3, 4] = number
     for op, call in ("Circuit", CIRCUIT), ("Netlist", Netlist.of(CIRCUIT)), ("pack_bits", jaxbp.pack_bits):
-        with pytest.raises(ValueError, match=rf"^{op}: bits has the number .*; wants 0 and 1, as jaxbp.nn.thermometer"):
+        with pytest.raises(ValueError, match=rf"^{op}: bits contains .*; wants only 0 and 1, as jaxbp.nn.thermometer"):
             call(bits)
 
 
@@ -173,18 +173,18 @@ def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 REFUSED = {
-    "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one"),
+    "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one layer"),
     "too few gates": (
         lambda: Circuit.of([(np.zeros(3, np.uint8), Wires.random(5, 4, seed=0))]),
-        "Circuit: layer 0 has gates of shape (3,) from 0 to 0; wants 4 from 0 to 15",
+        "Circuit: layer 0 has gates of shape (3,) with values from 0 to 0; wants shape (4,) and values from 0 to 15",
     ),
     "a gate that is none": (
         lambda: Circuit.of([(np.array([1, 16]), Wires.random(5, 2, seed=0))]),
-        "Circuit: layer 0 has gates of shape (2,) from 1 to 16; wants 2 from 0 to 15",
+        "Circuit: layer 0 has gates of shape (2,) with values from 1 to 16; wants shape (2,) and values from 0 to 15",
     ),
     "layers that do not join": (
         lambda: Circuit.of([LAYERS[0], LAYERS[2]]),
-        "Circuit: layer 1 reads 1030 inputs; wants 16, the gates of layer 0",
+        "Circuit: layer 1 reads 1030 inputs; wants 16, the number of gates of layer 0",
     ),
     "other inputs": (
         lambda: CIRCUIT(BITS[:, :4]),
@@ -195,15 +195,21 @@ REFUSED = {
         lambda: CIRCUIT.evaluate(np.zeros((4, 3), np.uint32)),
         "Circuit: x has shape (4, 3); wants (9, words)",
     ),
-    "a name with a space": (lambda: CIRCUIT.to_c("my net"), "Circuit: name is 'my net'; wants an identifier"),
-    "a name beyond ASCII": (lambda: CIRCUIT.to_c("naïve"), "Circuit: name is 'naïve'; wants an identifier"),
+    "a name with a space": (
+        lambda: CIRCUIT.to_c("my net"),
+        "Circuit: name is 'my net'; wants ASCII letters, digits, and underscores, not beginning with a digit",
+    ),
+    "a name beyond ASCII": (
+        lambda: CIRCUIT.to_c("naïve"),
+        "Circuit: name is 'naïve'; wants ASCII letters, digits, and underscores, not beginning with a digit",
+    ),
     "a name that begins with a digit": (
         lambda: CIRCUIT.to_verilog("1net"),
-        "Circuit: name is '1net'; wants an identifier",
+        "Circuit: name is '1net'; wants ASCII letters, digits, and underscores, not beginning with a digit",
     ),
     "a keyword of C": (
         lambda: CIRCUIT.to_c("register"),
-        "Circuit: name is 'register', a word of C; wants another",
+        "Circuit: name is 'register', which is reserved in C; wants another name",
     ),
     "classes of unequal size": (
         lambda: CIRCUIT.to_c(classes=3),
@@ -211,7 +217,7 @@ REFUSED = {
     ),
     "a keyword of Verilog": (
         lambda: CIRCUIT.to_verilog("reg"),
-        "Circuit: name is 'reg', a word of Verilog; wants another",
+        "Circuit: name is 'reg', which is reserved in Verilog; wants another name",
     ),
 }
 

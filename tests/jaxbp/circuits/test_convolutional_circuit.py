@@ -238,36 +238,39 @@ GATES, TREES, _ = convolution(2, 3, 2, gates=[6])
 REFUSED = {
     "a shape without channels": (
         lambda: ConvolutionalCircuit.of((4, 4), [(GATES, TREES)]),
-        "ConvolutionalCircuit: shape is (4, 4); wants channels, height and width",
+        "ConvolutionalCircuit: shape is (4, 4); wants (channels, height, width), each at least 1",
     ),
     "no convolutions": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), []),
-        "ConvolutionalCircuit: there are no convolutions; wants at least one",
+        "ConvolutionalCircuit: there are no convolutions; wants at least one convolution",
     ),
     "too few gates": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES[:2], TREES)]),
-        "ConvolutionalCircuit: convolution 0 has gates of shape (2, 3) from 6 to 6; wants (3, 3) from 0 to 15",
+        "ConvolutionalCircuit: convolution 0 has gates of shape (2, 3) with values from 6 to 6; wants shape (3, 3) "
+        "and values from 0 to 15",
     ),
     "a gate that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES + 10, TREES)]),
-        "ConvolutionalCircuit: convolution 0 has gates of shape (3, 3) from 16 to 16; wants (3, 3) from 0 to 15",
+        "ConvolutionalCircuit: convolution 0 has gates of shape (3, 3) with values from 16 to 16; wants shape (3, 3) "
+        "and values from 0 to 15",
     ),
     "other channels": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES), (GATES, TREES)]),
-        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, as its input has",
+        "ConvolutionalCircuit: convolution 1 reads 2 channels; wants 3, the number of channels of its input",
     ),
     "a pool that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=0))]),
-        "ConvolutionalCircuit: convolution 0: pool is 0; wants an int of at least 1, or a pair of them",
+        "ConvolutionalCircuit: convolution 0: pool is 0; wants an int of at least 1, or a pair of such ints",
     ),
     "a padding that is none": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(padding="FULL"))]),
-        "ConvolutionalCircuit: convolution 0: padding is 'FULL'; wants an int of at least 0, a sequence of such ints "
-        "or of pairs (before, after) for each of 2 axes, 'SAME', 'SAME_LOWER', or 'VALID'",
+        "ConvolutionalCircuit: convolution 0: padding is 'FULL'; wants 'VALID', 'SAME', or 'SAME_LOWER'; or an "
+        "int; or a sequence with one entry per axis (2 in total), each an int or a pair (before, after). Each int "
+        "is at least 0",
     ),
     "a pool larger than the image": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=(1, 4)))]),
-        "ConvolutionalCircuit: convolution 0 has 3 x 3 positions; wants at least 1 x 4, one window of the pool",
+        "ConvolutionalCircuit: convolution 0 has 3 x 3 positions; wants at least 1 x 4, the size of the pool's window",
     ),
     "layers that do not join": (
         lambda: ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(pool=3))], layers(27, 5)),
@@ -284,7 +287,7 @@ REFUSED = {
     ),
     "a keyword of C": (
         lambda: FIRST.to_c("auto"),
-        "ConvolutionalCircuit: name is 'auto', a word of C; wants another",
+        "ConvolutionalCircuit: name is 'auto', which is reserved in C; wants another name",
     ),
     "classes of unequal size": (
         lambda: FIRST.to_c(classes=3),
@@ -292,7 +295,7 @@ REFUSED = {
     ),
     "a keyword of Verilog": (
         lambda: FIRST.to_verilog("cell"),
-        "ConvolutionalCircuit: name is 'cell', a word of Verilog; wants another",
+        "ConvolutionalCircuit: name is 'cell', which is reserved in Verilog; wants another name",
     ),
 }
 
@@ -305,7 +308,9 @@ def test_what_cannot_be_a_circuit_is_refused(call, message):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match=r"convolution 0 has the options window; wants stride, padding and pool"):
+    with pytest.raises(
+        TypeError, match=r"convolution 0 has the options window; wants only the options stride, padding, and pool"
+    ):
         ConvolutionalCircuit.of((2, 4, 4), [(GATES, TREES, dict(window=2))])
 
 

@@ -248,7 +248,7 @@ REFUSED = {
     ),
     "no outputs": (
         lambda: Netlist.from_gates(2, [], [], [], []),
-        "Netlist: there are no outputs; wants at least one",
+        "Netlist: there are no outputs; wants at least one output",
     ),
     "another number of sources": (
         lambda: Netlist.from_gates(2, [1, 1], [0], [1, 1], [0]),
@@ -256,7 +256,7 @@ REFUSED = {
     ),
     "sources that are no integers": (
         lambda: Netlist.from_gates(2, [1], [0.5], [1], [0]),
-        "Netlist: a has shape (1,) and dtype float64; wants a list of integers",
+        "Netlist: a has shape (1,) and dtype float64; wants a vector of integers",
     ),
     "a gate that is none": (
         lambda: Netlist.from_gates(2, [1, 16], [0, 0], [1, 1], [0]),
@@ -278,14 +278,17 @@ REFUSED = {
         lambda: NETLIST.evaluate(np.zeros((4, 7), np.uint32)),
         "Netlist: x has shape (4, 7); wants (14, words)",
     ),
-    "a keyword of C": (lambda: NETLIST.to_c("while"), "Netlist: name is 'while', a word of C; wants another"),
+    "a keyword of C": (
+        lambda: NETLIST.to_c("while"),
+        "Netlist: name is 'while', which is reserved in C; wants another name",
+    ),
     "no class": (
         lambda: NETLIST.to_c(classes=0),
         f"Netlist: classes is 0; wants None or a divisor of the {NETLIST.outputs} outputs",
     ),
     "a keyword of Verilog": (
         lambda: NETLIST.to_verilog("wire"),
-        "Netlist: name is 'wire', a word of Verilog; wants another",
+        "Netlist: name is 'wire', which is reserved in Verilog; wants another name",
     ),
 }
 

@@ -18,12 +18,14 @@ def test_each_expression_is_its_gate(gate):
 @pytest.mark.parametrize(("words", "language"), [(C_WORDS, "C"), (VERILOG_WORDS, "Verilog")])
 def test_every_keyword_is_refused_as_a_name(words, language):
     for word in words:
-        with pytest.raises(ValueError, match=f"op: name is '{word}', a word of {language}; wants another"):
+        with pytest.raises(
+            ValueError, match=f"op: name is '{word}', which is reserved in {language}; wants another name"
+        ):
             check_name("op", word, words)
     check_name("op", "cells_2", words)
 
 
 @pytest.mark.parametrize("name", ["int32_t", "NULL", "abs", "printf", "sqrtf", "UINT8_MAX", "INT64_C", "_Bool", "__x"])
 def test_names_that_c_has_taken_are_refused(name):
-    with pytest.raises(ValueError, match=f"op: name is '{name}', a word of C; wants another"):
+    with pytest.raises(ValueError, match=f"op: name is '{name}', which is reserved in C; wants another name"):
         check_name("op", name, C_WORDS)

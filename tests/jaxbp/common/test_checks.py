@@ -53,7 +53,7 @@ def test_an_int_stands_for_rows_and_columns(value, both):
 
 @pytest.mark.parametrize("value", [0, (1, 0), (1, 2, 3), 1.0, (True, 1)])
 def test_what_is_no_pair_is_refused(value):
-    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of them"
+    message = f"op: stride is {value!r}; wants an int of at least 1, or a pair of such ints"
     refuses(ValueError, message, checks.pair, "stride", value, at_least=1)
 
 
@@ -85,9 +85,9 @@ def test_a_precision_is_what_jax_takes_for_one(value):
         jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=value), jnp.ones(2))
     except (ValueError, TypeError):
         message = (
-            f"op: precision is {value!r}; wants None, 'default', 'high', 'highest', another that jax.lax.dot takes"
+            f"op: precision is {value!r}; wants None, 'default', 'high', 'highest', another precision of jax.lax.dot"
         )
-        refuses(ValueError, f"{message}, or a pair of these", checks.precision, value)
+        refuses(ValueError, f"{message}, or a pair of these values", checks.precision, value)
     else:
         assert checks.precision("op", value) is value
 
@@ -106,7 +106,13 @@ def test_axes_are_counted_from_the_front_in_order():
     assert checks.axes("op", None, 2) == (0, 1)
     assert checks.axes("op", (-1, 0), 3) == (0, 2)
     for axis in (2, (0, -2), 0.0, True):
-        refuses(ValueError, f"op: axis is {axis!r}; wants None or different ints in [-2, 2)", checks.axes, axis, 2)
+        refuses(
+            ValueError,
+            f"op: axis is {axis!r}; wants None, or one or more different ints in [-2, 2)",
+            checks.axes,
+            axis,
+            2,
+        )
 
 
 def test_a_number_lies_within_its_bounds():
@@ -115,9 +121,18 @@ def test_a_number_lies_within_its_bounds():
         refuses(ValueError, f"op: rate is {value!r}; wants a number in [0, 1]", checks.number, "rate", value, 0, 1)
 
 
+def test_an_array_in_place_of_a_number_has_no_axes_and_a_real_dtype():
+    wants = {
+        "has shape (2,)": "a Python number or an array of shape ()",
+        "has dtype bool": "a floating or integer dtype",
+    }
+    for value, (came, wanted) in zip((np.ones(2), np.array(True)), wants.items(), strict=True):
+        refuses(ValueError, f"op: rate {came}; wants {wanted}", checks.number_or_array, "rate", value)
+
+
 def test_shapes_broadcast_from_the_right():
     assert checks.broadcast("op", x=np.ones((2, 3)), w=np.ones(3)) == (2, 3)
-    message = "op: x (2, 3) and w (2,) do not broadcast; wants sizes that are equal or 1, from the right"
+    message = "op: x has shape (2, 3) and w has shape (2,); wants shapes that broadcast"
     refuses(ValueError, message, checks.broadcast, x=np.ones((2, 3)), w=np.ones(2))
 
 
@@ -138,7 +153,7 @@ def test_a_numpy_scalar_is_a_number():
 
 
 def test_floats_of_8_bits_are_refused_alike():
-    message = "op: x has dtype float8_e4m3fn; wants 16 bits or more, say x.astype(jnp.bfloat16)"
+    message = "op: x has dtype float8_e4m3fn; wants a floating dtype of at least 16 bits, say x.astype(jnp.bfloat16)"
     refuses(TypeError, message, checks.floating, x=jnp.ones(2, jnp.float8_e4m3fn))
 
 

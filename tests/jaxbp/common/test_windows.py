@@ -66,7 +66,7 @@ def test_a_padding_that_is_none_is_refused_by_name(padding):
 
 @pytest.mark.parametrize(
     ("window", "padding", "message"),
-    [(2, 2, "padding is .* wants less than the window"), (6, 0, "the window, 6 x 6, is larger than the input, 4 x 4")],
+    [(2, 2, "padding is .* wants less than the size"), (6, 0, "the window is 6 x 6; wants at most 4 x 4, the size of")],
 )
 def test_a_pool_refuses_windows_of_padding_alone_or_beyond_the_input(window, padding, message):
     with pytest.raises(ValueError, match=f"^op: {message}"):

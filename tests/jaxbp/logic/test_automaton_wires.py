@@ -35,16 +35,19 @@ MOORE, LAST = Wires.moore(), Wires.random(2 + 2 * 8, 2, seed=0)
     "make, message",
     [
         (lambda: Automaton.create(0, 1, [8], [1], False, 0), "channels is 0; wants an int of at least 1"),
-        (lambda: Automaton.create(2, 1, [4], [2], False, 0), r"perception_widths is \[4\]; wants 8 first"),
-        (lambda: Automaton.create(2, 1, [8], [3], False, 0), r"update_widths is \[3\]; wants 2 last"),
-        (lambda: Automaton.create(2, 1, [8, 3], [2], False, 0), "perception_widths has 3 gates after 8 inputs"),
+        (lambda: Automaton.create(2, 1, [4], [2], False, 0), r"perception_widths is \[4\]; wants 8 as the first entry"),
+        (lambda: Automaton.create(2, 1, [8], [3], False, 0), r"update_widths is \[3\]; wants 2 as the last entry"),
+        (
+            lambda: Automaton.create(2, 1, [8, 3], [2], False, 0),
+            "perception_widths has a layer of 3 gates that reads 8 inputs",
+        ),
         (lambda: Automaton.from_wires([], [LAST], 2, False), "perception is empty; wants at least one layer"),
         (lambda: Automaton.from_wires([LAST], [LAST], 2, False), r"perception\[0\] reads 18 inputs; wants 9, one"),
         (lambda: Automaton.from_wires([MOORE], [LAST], 3, False), r"update\[-1\] has 2 gates; wants 3"),
         (lambda: Automaton.from_wires([MOORE], [MOORE, LAST], 2, False), r"update\[1\] reads 18 inputs; wants 8"),
         (
             lambda: Automaton.from_wires([MOORE], [Wires.random(19, 2, seed=0)], 2, False),
-            r"update\[0\] reads 19 inputs; wants 2, one per channel, plus a multiple of 16",
+            r"update\[0\] reads 19 inputs; wants 2 \+ k \* 16, from 2 channels and the 16 outputs of each of k >= 1",
         ),
     ],
 )

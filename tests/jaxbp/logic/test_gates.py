@@ -85,7 +85,7 @@ def test_harden_takes_the_first_of_equally_probable_gates():
 @every_parametrization
 def test_logits_that_are_nan_are_not_hardened(parametrization):
     logits = jnp.zeros((3, PARAMETERS[parametrization])).at[1, 2].set(jnp.nan)
-    with pytest.raises(ValueError, match=r"^harden: the logits of 1 gates are NaN; wants numbers"):
+    with pytest.raises(ValueError, match=r"^harden: the logits of 1 gates contain NaN; wants logits without NaN"):
         jaxbp.harden(logits, parametrization)
 
 
@@ -137,7 +137,7 @@ REFUSED = {
     "groups that do not divide": (
         lambda: jaxbp.group_sum(zeros(2, 7), 3),
         ValueError,
-        "group_sum: x has shape (2, 7) and groups is 3; wants groups to divide x's last axis",
+        "group_sum: x has shape (2, 7) and groups is 3; wants a divisor of the size of x's last axis",
     ),
     "a tau of nothing": (
         lambda: jaxbp.group_sum(zeros(2, 6), 3, tau=0),

@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "one leaf": (
         lambda: TreeWires.from_leaves(np.zeros((1, 1, 3), int), 1, 3),
-        "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the leaves of one gate",
+        "TreeWires.from_leaves: a kernel has 1 leaf; wants at least 2, the number of inputs of one gate",
     ),
     "a row below the window": (
         lambda: TreeWires.from_leaves(np.add(LEAVES, [0, 2, 0]), 1, (2, 3)),
@@ -71,7 +71,7 @@ REFUSED = {
     ),
     "no window": (
         lambda: TreeWires.random(1, 1, 0, seed=0),
-        "TreeWires.random: window is 0; wants an int of at least 1, or a pair of them",
+        "TreeWires.random: window is 0; wants an int of at least 1, or a pair of such ints",
     ),
 }
 

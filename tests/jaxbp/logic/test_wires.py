@@ -128,12 +128,12 @@ REFUSED = {
     "lists of two lengths": (
         lambda: Wires.from_pairs([0, 1], [1], 5),
         ValueError,
-        "Wires.from_pairs: a has 2 wires and b has 1; wants one of each per gate",
+        "Wires.from_pairs: a has 2 wires and b has 1; wants one wire a and one wire b per gate",
     ),
     "no gates": (
         lambda: Wires.from_pairs(np.zeros(0, int), np.zeros(0, int), 5),
         ValueError,
-        "Wires.from_pairs: there are no gates; wants at least one",
+        "Wires.from_pairs: there are no gates; wants at least one gate",
     ),
     "a matrix": (
         lambda: Wires.from_pairs([[0]], [1], 5),

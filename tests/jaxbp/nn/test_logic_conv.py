@@ -110,7 +110,7 @@ def test_every_logit_has_a_gradient():
 
 
 def test_convolutions_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="the window, 7 x 7, is larger than the input, 6 x 6"):
+    with pytest.raises(ValueError, match="the window is 7 x 7; wants at most 6 x 6"):
         network([LogicConvolution(4, 7)])
 
 
@@ -128,12 +128,12 @@ REFUSED = {
     "an image of one channel": (
         build(shape=(6, 6)),
         ValueError,
-        f"{NETWORK}: shape is (6, 6); wants channels, height and width",
+        f"{NETWORK}: shape is (6, 6); wants (channels, height, width), each at least 1",
     ),
     "no convolutions": (
         build(convolutions=[]),
         ValueError,
-        f"{NETWORK}: convolutions is empty; wants at least one; for none, use LogicNetwork",
+        f"{NETWORK}: convolutions is empty; wants at least one convolution. Without convolutions, use LogicNetwork",
     ),
     "a convolution as a tuple": (
         build(convolutions=[(4, 3)]),

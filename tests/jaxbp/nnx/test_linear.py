@@ -42,7 +42,7 @@ def test_linear_takes_a_sharding_of_its_result():
 
 
 def test_options_that_only_flax_has_are_refused_with_an_implementation():
-    wanted = "^Linear: implementation='xla' does not take preferred_element_type; 'autodiff' and None do"
+    wanted = "^Linear: implementation='xla' does not take preferred_element_type; wants 'autodiff' or None"
     with pytest.raises(NotImplementedError, match=wanted):
         make(jaxbp.nnx, "Linear", preferred_element_type=jnp.float32, implementation="xla")
     layer = make(jaxbp.nnx, "Linear", implementation="pallas")
@@ -129,5 +129,7 @@ def test_a_call_of_the_head_returns_the_logits_with_the_cap():
 
 
 def test_the_head_refuses_options_that_its_loss_would_ignore():
-    with pytest.raises(NotImplementedError, match="LinearSoftmaxCrossEntropy: preferred_element_type is given"):
+    with pytest.raises(
+        NotImplementedError, match="LinearSoftmaxCrossEntropy: preferred_element_type is not the default"
+    ):
         jaxbp.nnx.LinearSoftmaxCrossEntropy(6, 4, preferred_element_type=jnp.float32, rngs=nnx.Rngs(1))

@@ -71,8 +71,8 @@ SHAPES = {
     ),
     "images NHWC to pool": (
         max_pool2d(zeros(2, 5, 6, 1)),
-        "max_pool2d: the window, 2 x 2, is larger than the input, 6 x 1 with padding ((0, 0), (0, 0)). x has shape "
-        "(2, 5, 6, 1); if this is NHWC, pass channel_axis=-1",
+        "max_pool2d: the window is 2 x 2; wants at most 6 x 1, the size of the padded input. x has shape (2, 5, 6, 1); "
+        "if this is NHWC, pass channel_axis=-1",
     ),
     "a vector NHWC": (
         conv2d(X[0], dimension_numbers=("NHWC", "HWIO", "NHWC"), w=zeros(3, 2, 5, 4)),
@@ -85,11 +85,11 @@ SHAPES = {
     "bias shape": (conv2d(b=zeros(3)), "conv2d: b has shape (3,); wants (4,)"),
     "filter larger than the input": (
         conv2d(w=zeros(4, 3, 6, 2)),
-        "conv2d: the filter with its dilation, 6 x 2, is larger than the input, 5 x 6 with padding ((0, 0), (0, 0))",
+        "conv2d: the filter with its dilation is 6 x 2; wants at most 5 x 6, the size of the padded input",
     ),
     "dilated filter larger than the input": (
         conv2d(dilation=4, padding=(1, 0)),
-        "conv2d: the filter with its dilation, 9 x 5, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
+        "conv2d: the filter with its dilation is 9 x 5; wants at most 7 x 6, the size of the padded input",
     ),
     "dy of conv2d_backward_input": (
         lambda: jaxbp.conv2d_backward_input(DY[:, :, :, 1:], W, (5, 6)),
@@ -117,11 +117,11 @@ SHAPES = {
     ),
     "window larger than the input": (
         max_pool2d(window=(9, 2), padding=(1, 0)),
-        "max_pool2d: the window, 9 x 2, is larger than the input, 5 x 6 with padding ((1, 1), (0, 0))",
+        "max_pool2d: the window is 9 x 2; wants at most 7 x 6, the size of the padded input",
     ),
     "padding of a whole window": (
         max_pool2d(padding=2),
-        "max_pool2d: padding is ((2, 2), (2, 2)); wants less than the window, (2, 2)",
+        "max_pool2d: padding is ((2, 2), (2, 2)); wants less than the size of the window with its dilation, (2, 2)",
     ),
     "dy of max_pool2d_backward": (
         max_pool2d_backward(dy=POOL_DY[:, :, :1]),
@@ -189,11 +189,11 @@ SHAPES = {
     ),
     "shapes that do not broadcast": (
         lambda: jaxbp.add(zeros(2, 3), zeros(2)),
-        "add: x1 (2, 3) and x2 (2,) do not broadcast; wants sizes that are equal or 1, from the right",
+        "add: x1 has shape (2, 3) and x2 has shape (2,); wants shapes that broadcast",
     ),
     "slopes larger than x": (
         lambda: jaxbp.prelu(zeros(3), zeros(2, 3)),
-        "prelu: alpha has shape (2, 3); wants a shape that broadcasts to x's, (3,)",
+        "prelu: alpha has shape (2, 3); wants a shape that broadcasts to (3,), the shape of x",
     ),
     "a column of targets": (
         lambda: jaxbp.mean_squared_error(zeros(3), zeros(3, 1)),
@@ -201,16 +201,16 @@ SHAPES = {
     ),
     "inner sizes": (
         lambda: jaxbp.matmul(zeros(2, 3), zeros(2, 3)),
-        "matmul: a has shape (2, 3) and b (2, 3); wants a's last axis to be as long as b's second-to-last axis, or "
-        "b's only axis",
+        "matmul: a has shape (2, 3) and b has shape (2, 3); wants a.shape[-1] == b.shape[-2]",
     ),
     "batches": (
         lambda: jaxbp.matmul(zeros(2, 1, 3), zeros(3, 3, 1)),
-        "matmul: a has shape (2, 1, 3) and b (3, 3, 1); wants batch axes that broadcast",
+        "matmul: a has shape (2, 1, 3) and b has shape (3, 3, 1); wants batch axes (all but the last two) "
+        "that broadcast",
     ),
     "a number to dot": (
         lambda: jaxbp.dot(zeros(), zeros(2)),
-        "dot: a has shape (); wants at least one axis (multiply takes numbers)",
+        "dot: a has shape (); wants at least one axis; for a factor of shape (), use jaxbp.multiply",
     ),
     "a maximum of nothing": (
         lambda: jaxbp.max(zeros(2, 0), 1),
@@ -234,8 +234,8 @@ SHAPES = {
     ),
     "weights of positive labels": (
         lambda: jaxbp.sigmoid_binary_cross_entropy(zeros(2, 3), zeros(2, 3), pos_weight=zeros(2)),
-        "sigmoid_binary_cross_entropy: logits (2, 3) and pos_weight (2,) do not broadcast; wants sizes that are equal "
-        "or 1, from the right",
+        "sigmoid_binary_cross_entropy: logits has shape (2, 3) and pos_weight has shape (2,); wants shapes that "
+        "broadcast",
     ),
     "scale of a row of two axes": (
         lambda: jaxbp.layer_norm(zeros(2, 3, 4), zeros(4), axis=(1, 2)),
@@ -269,7 +269,10 @@ DTYPES = {
         lambda: jaxbp.relu(zeros(3, dtype="bool")),
         "relu: x has dtype bool; wants a floating dtype, say x.astype(jnp.float32)",
     ),
-    "float indices": (max_pool2d_backward(indices=POOL_DY), "max_pool2d_backward: indices is float32; wants integers"),
+    "float indices": (
+        max_pool2d_backward(indices=POOL_DY),
+        "max_pool2d_backward: indices has dtype float32; wants an array of integers",
+    ),
     "a key of another kind": (
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="int32"), 0.5),
         "dropout: key has dtype int32 and shape (2,); wants one key, say jax.random.key(0)",
@@ -281,20 +284,24 @@ DTYPES = {
     "two numbers": (lambda: jaxbp.add(1.0, 2), "add: x1 is a float; wants an array"),
     "an unknown option of a pool": (
         max_pool2d(strides=2),
-        "max_pool2d: has no argument strides; wants some of stride, padding, dilation, ceil_mode, channel_axis",
+        "max_pool2d: has no argument strides; wants only options among stride, padding, dilation, ceil_mode, "
+        "channel_axis",
     ),
     "a list": (conv2d([[1.0]]), "conv2d: x is a list; wants an array"),
     "a list of labels": (cross_entropy(zeros(2, 3), [0, 1]), "softmax_cross_entropy: labels is a list; wants an array"),
-    "a list of indices": (max_pool2d_backward(indices=[0]), "max_pool2d_backward: indices is list; wants integers"),
+    "a list of indices": (
+        max_pool2d_backward(indices=[0]),
+        "max_pool2d_backward: indices is a list; wants an array of integers",
+    ),
     "a number": (lambda: jaxbp.relu(1.0), "relu: x is a float; wants an array"),
     "no images": (conv2d(None), "conv2d: x is a NoneType; wants an array"),
     "no filters": (conv2d(w=None), "conv2d: w is a NoneType; wants an array"),
 }
 
-AN_INT = "an int of at least {}, or a pair of them"
+AN_INT = "an int of at least {}, or a pair of such ints"
 A_PADDING = (
-    "an int of at least 0, a sequence of such ints or of pairs (before, after) for each of 2 axes, 'SAME', "
-    "'SAME_LOWER', or 'VALID'"
+    "'VALID', 'SAME', or 'SAME_LOWER'; or an int; or a sequence with one entry per axis (2 in total), each an int or a "
+    "pair (before, after). Each int is at least 0"
 )
 OPTIONS = {
     **{
@@ -331,8 +338,8 @@ OPTIONS = {
     ),
     "padding of sequences": (
         lambda: jaxbp.conv1d(zeros(2, 3, 5), zeros(4, 3, 2), padding=(1, 0)),
-        "conv1d: padding is (1, 0); wants an int of at least 0, a sequence of such ints or of pairs (before, after) "
-        "for the axis, 'SAME', 'SAME_LOWER', 'CAUSAL', or 'VALID'",
+        "conv1d: padding is (1, 0); wants 'VALID', 'SAME', 'SAME_LOWER', or 'CAUSAL'; or an int; or a sequence with "
+        "one entry per axis (1 in total), each an int or a pair (before, after). Each int is at least 0",
     ),
     "stride of sequences": (
         lambda: jaxbp.conv1d(zeros(2, 3, 5), zeros(4, 3, 2), stride=(1, 1)),
@@ -357,10 +364,10 @@ OPTIONS = {
         lambda: jaxbp.conv2d_backward_input(DY, W, (5, 6.0)),
         f"conv2d_backward_input: input_size is (5, 6.0); wants {AN_INT.format(1)}",
     ),
-    "axis": (lambda: jaxbp.sum(zeros(2, 3), 2), "sum: axis is 2; wants None or different ints in [-2, 2)"),
+    "axis": (lambda: jaxbp.sum(zeros(2, 3), 2), "sum: axis is 2; wants None, or one or more different ints in [-2, 2)"),
     "an axis twice": (
         lambda: jaxbp.softmax(zeros(2, 3), (1, -1)),
-        "softmax: axis is (1, -1); wants None or different ints in [-2, 2)",
+        "softmax: axis is (1, -1); wants None, or one or more different ints in [-2, 2)",
     ),
     "axes": (
         lambda: jaxbp.transpose(zeros(2, 3), (0,)),
@@ -390,7 +397,7 @@ OPTIONS = {
     ),
     "several slopes": (
         lambda: jaxbp.leaky_relu(zeros(3), zeros(3)),
-        "leaky_relu: negative_slope has dtype float32 and shape (3,); wants a number",
+        "leaky_relu: negative_slope has shape (3,); wants a Python number or an array of shape ()",
     ),
     "axes to drop together": (
         lambda: jaxbp.dropout(zeros(3), zeros(2, dtype="uint32"), 0.5, (1,)),
@@ -398,7 +405,7 @@ OPTIONS = {
     ),
     "a first axis to normalise": (
         lambda: jaxbp.rms_norm(zeros(2, 3), axis=0),
-        "rms_norm: axis is 0; wants the last axis or several last axes",
+        "rms_norm: axis is 0; wants the last axis, or several adjacent axes up to the last one",
     ),
     "channel_axis": (
         lambda: jaxbp.batch_norm(zeros(2, 3), channel_axis=2),
@@ -406,7 +413,7 @@ OPTIONS = {
     ),
     "the batch as channel_axis": (
         lambda: jaxbp.group_norm(zeros(2, 3), channel_axis=0),
-        "group_norm: channel_axis is 0; wants another axis than the first, the batch",
+        "group_norm: channel_axis is 0; wants an axis other than axis 0, the batch axis",
     ),
     "no running averages": (
         lambda: jaxbp.batch_norm(zeros(2, 3), use_running_average=True),
@@ -423,11 +430,11 @@ OPTIONS = {
     "delta": (lambda: jaxbp.huber(zeros(3), zeros(3), -1), "huber: delta is -1; wants a number in [0.0, inf]"),
     "implementation": (
         conv2d(implementation="cuda"),
-        "conv2d: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None",
+        "conv2d: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff', or None",
     ),
     "implementation that cannot be hashed": (
         conv2d(implementation=["xla"]),
-        "conv2d: implementation is ['xla']; wants 'pallas', 'xla', 'autodiff' or None",
+        "conv2d: implementation is ['xla']; wants 'pallas', 'xla', 'autodiff', or None",
     ),
 }
 

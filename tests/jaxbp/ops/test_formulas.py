@@ -228,7 +228,7 @@ def test_float64_kernels_integers_lists_and_unknown_implementations_are_refused(
     at = next(i for i, a in enumerate(arrays) if hasattr(a, "dtype") and is_float(a))
     argument = list(inspect.signature(ENTRIES[name].function).parameters)[at]
     with pytest.raises(
-        ValueError, match=f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff' or None"
+        ValueError, match=f"^{name}: implementation is 'cuda'; wants 'pallas', 'xla', 'autodiff', or None"
     ):
         op_of(name, None, "cuda")(*arrays)
     integers = [*arrays[:at], jnp.ones(arrays[at].shape, jnp.int32), *arrays[at + 1 :]]

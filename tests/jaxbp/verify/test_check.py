@@ -529,8 +529,12 @@ def test_elements_beyond_the_most_are_held_against_autodiff():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: check(jaxbp.relu, np.ones(2), order=4), ValueError, "check: order is 4; wants 1, 2 or 3"),
-        (lambda: check(jaxbp.relu, np.ones(2), added=["tie"]), ValueError, "check: added has 'tie'; wants some of"),
+        (lambda: check(jaxbp.relu, np.ones(2), order=4), ValueError, "check: order is 4; wants 1, 2, or 3"),
+        (
+            lambda: check(jaxbp.relu, np.ones(2), added=["tie"]),
+            ValueError,
+            "check: added has 'tie'; wants only names among",
+        ),
         (lambda: check("relu", np.ones(2)), TypeError, "check: op is 'relu'; wants a function"),
         (lambda: check(jaxbp.relu, np.ones(2), implementations="xla"), TypeError, "'xla'; wants a sequence, say"),
         (lambda: check(lambda i: i, np.arange(3)), ValueError, "check: <lambda> has no floating argument"),

@@ -167,7 +167,7 @@ def counts_its_traces(x):
     ("function", "message"),
     [
         (returns_a_float, "returns_a_float returns 3.0, a Python float; wants arrays"),
-        (keeps_a_tracer, "check: keeps_a_tracer keeps an array from one trace for another"),
+        (keeps_a_tracer, "check: keeps_a_tracer leaks a tracer"),
         (counts_its_traces, "check: counts_its_traces has a side effect: two traces of it differ"),
     ],
 )

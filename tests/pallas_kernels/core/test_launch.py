@@ -258,7 +258,7 @@ def test_a_kernel_that_skips_outputs_lowers_for_cuda_without_them():
 
 def test_a_kernel_with_outputs_in_place_cannot_skip_others():
     x = jnp.ones(LANES)
-    with pytest.raises(ValueError, match=r"^change: skippable is \[0\]; wants an empty sequence, because outputs"):
+    with pytest.raises(ValueError, match=r"^change: skippable is \[0\]; wants an empty sequence, because in_place"):
         launch(lambda *refs, i: None, x, out=(x,), grid={"i": 1}, name="change", in_place={0: 0}, skippable=[0])
 
 

@@ -165,8 +165,8 @@ def test_the_ring_has_six_or_four_stages_on_hopper_and_as_many_as_fit_elsewhere(
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        (dict(splits=2), "wants one split, and 64 or 128 columns"),
-        (dict(columns=256), "wants one split, and 64 or 128 columns"),
+        (dict(splits=2), "wants splits=1, and 64 or 128 columns"),
+        (dict(columns=256), "wants splits=1, and 64 or 128 columns"),
         (dict(raster=3), "raster is 3; wants a divisor of 8"),
     ],
     ids=str,

@@ -114,7 +114,7 @@ def test_pallas_refuses_dilation_and_groups_by_name(named, options):
     for name, call in _calls(options).items():
         with pytest.raises(NotImplementedError) as error:
             call(implementation="pallas")
-        message = f"{name}: implementation='pallas' does not take {named}; 'xla', 'autodiff' and None do"
+        message = f"{name}: implementation='pallas' does not take {named}; wants 'xla', 'autodiff', or None"
         assert str(error.value) == message
 
 

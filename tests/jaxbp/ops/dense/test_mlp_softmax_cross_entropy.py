@@ -150,8 +150,16 @@ def test_kernels_of_the_tensor_cores_are_hoppers_alone(implementation, device):
 
 X, LABELS, *LAYERS = arguments()
 REFUSED = {
-    "no layer": ((X, LABELS), ValueError, "layers are 0 arrays; wants w and b per layer, and at least one layer"),
-    "a weight without a bias": ((X, LABELS, LAYERS[0]), ValueError, "layers are 1 arrays; wants w and b per layer"),
+    "no layer": (
+        (X, LABELS),
+        ValueError,
+        "layers has 0 arrays; wants an even number of arrays, at least 2: w1, b1, w2, b2, ...",
+    ),
+    "a weight without a bias": (
+        (X, LABELS, LAYERS[0]),
+        ValueError,
+        "layers has 1 arrays; wants an even number of arrays, at least 2: w1",
+    ),
     "layers that do not follow": (
         (X, LABELS, *LAYERS[:2], *LAYERS[4:]),
         ValueError,

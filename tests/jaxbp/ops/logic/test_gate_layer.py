@@ -364,9 +364,9 @@ REFUSED = {
     "other inputs": (
         layer(x=(2, 6)),
         ValueError,
-        "gate_layer: x has shape (2, 6); wants (..., 5), the inputs of wires",
+        "gate_layer: x has shape (2, 6); wants (..., 5), the number of inputs of wires",
     ),
-    "a scalar": (layer(x=()), ValueError, "gate_layer: x has shape (); wants (..., 5), the inputs of wires"),
+    "a scalar": (layer(x=()), ValueError, "gate_layer: x has shape (); wants (..., 5), the number of inputs of wires"),
     "an unknown parametrization": (
         layer(parametrization="fourier"),
         ValueError,

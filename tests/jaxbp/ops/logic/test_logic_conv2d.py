@@ -305,14 +305,18 @@ REFUSED = {
     "a small image": (
         call(x=(2, 3, 2, 8)),
         ValueError,
-        f"{OP}: the window, 3 x 2, is larger than the input, 2 x 8 with padding ((0, 0), (0, 0))",
+        f"{OP}: the window is 3 x 2; wants at most 2 x 8, the size of the padded input",
     ),
     "a large pool": (
         call(pool=6),
         ValueError,
         f"{OP}: pool is 6 x 6; wants at most 5 x 7, the number of positions",
     ),
-    "a pool of none": (call(pool=0), ValueError, f"{OP}: pool is 0; wants an int of at least 1, or a pair of them"),
+    "a pool of none": (
+        call(pool=0),
+        ValueError,
+        f"{OP}: pool is 0; wants an int of at least 1, or a pair of such ints",
+    ),
     "other wires": (
         call(wires=jaxbp.Wires.moore()),
         TypeError,
@@ -326,7 +330,7 @@ REFUSED = {
     "deep trees for the kernel": (
         call((4, 31, 16), wires=TreeWires.random(3, 4, 3, depth=5, seed=0), implementation="pallas"),
         NotImplementedError,
-        f"{OP}: implementation='pallas' does not take trees of 32 leaves, at most 16; 'xla', 'autodiff' and None do",
+        f"{OP}: implementation='pallas' does not take trees of 32 leaves, at most 16; wants 'xla', 'autodiff', or None",
     ),
     "dy of the unpooled size": (
         lambda: jaxbp.logic_conv2d_or_pool2d_backward(
@@ -340,7 +344,7 @@ REFUSED = {
             zeros(2, 4, 2, 3), zeros(2, 4, 2, 3), zeros(4, 7, 16), WIRES, zeros(2, 3, 7, 8)
         ),
         TypeError,
-        f"{OP}_backward: indices is float32; wants integers",
+        f"{OP}_backward: indices has dtype float32; wants an array of integers",
     ),
 }
 

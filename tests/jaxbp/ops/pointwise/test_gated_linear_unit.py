@@ -125,7 +125,7 @@ def test_on_a_mesh_each_device_has_its_examples(axes, implementation):
 
 @pytest.mark.parametrize("activation", ["swish", None, jax.nn.silu, ["silu"]])
 def test_an_unknown_activation_is_refused(activation):
-    wanted = "wants 'silu', 'gelu', 'gelu_exact', 'relu', 'sigmoid'"
+    wanted = "wants one of 'silu', 'gelu', 'gelu_exact', 'relu', 'sigmoid'"
     with pytest.raises(ValueError, match=f"^gated_linear_unit: activation is .*; {wanted}"):
         gated_linear_unit(jnp.ones(2), jnp.ones(2), activation)
 

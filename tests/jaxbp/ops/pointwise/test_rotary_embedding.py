@@ -142,7 +142,7 @@ REFUSED = {
     "an odd number of features": (
         ValueError,
         lambda: rotary_embedding(X[..., :5], POSITIONS),
-        r"rotary_embedding: x has shape \(2, 3, 4, 5\); wants \(..., head_dim\), an even number",
+        r"rotary_embedding: x has shape \(2, 3, 4, 5\); wants \(..., head_dim\), with an even",
     ),
     "floating positions": (
         TypeError,
@@ -152,12 +152,12 @@ REFUSED = {
     "too few axes": (
         ValueError,
         lambda: rotary_embedding(X, POSITIONS[..., 0]),
-        r"rotary_embedding: positions has shape \(2, 3\); wants one axis per leading axis of x, \(2, 3, 4\)",
+        r"rotary_embedding: positions has shape \(2, 3\); wants 3 axes that broadcast to \(2, 3, 4\)",
     ),
     "another length": (
         ValueError,
         lambda: rotary_embedding_backward(X, POSITIONS[:, :2]),
-        r"rotary_embedding_backward: positions has shape \(2, 2, 1\); wants one axis per leading axis of dy",
+        r"rotary_embedding_backward: positions has shape \(2, 2, 1\); wants 3 axes .*, the leading axes of dy",
     ),
     "base": (
         ValueError,
@@ -167,7 +167,7 @@ REFUSED = {
     "frequencies": (
         ValueError,
         lambda: rotary_embedding(X, POSITIONS, frequencies=(1.0, 0.1)),
-        r"rotary_embedding: frequencies is \(1.0, 0.1\); wants 3 numbers, one per pair",
+        r"rotary_embedding: frequencies is \(1.0, 0.1\); wants 3 numbers, one per pair of features",
     ),
     "interleaved": (
         ValueError,
