@@ -16,4 +16,6 @@ if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
 
 if importlib.util.find_spec("tyro") is None:
     # This name makes `python -m` print the message in one line, without a traceback.
-    raise ModuleNotFoundError("experiments need more packages: pip install -e '.[experiments]'", name="experiments")
+    raise ModuleNotFoundError(
+        "the packages of experiments are not installed; wants: pip install -e '.[experiments]'", name="experiments"
+    )

@@ -73,7 +73,7 @@ def run(config: CheckConfig, command: str) -> int:
     entries = selected(config.ops)
     refuse_missing_folders(config.json)
     if config.repeat is not None and config.repeat < 2:
-        raise UserError(f"repeat is {config.repeat}; wants at least 2 runs to compare")
+        raise UserError(f"--repeat is {config.repeat}; wants at least 2 runs, which are compared")
     console, rows = Console(), []
     if not console.is_terminal:
         console = Console(width=150 if config.verbose or config.accuracy else WIDTH)
@@ -100,7 +100,7 @@ def run(config: CheckConfig, command: str) -> int:
 
 def selected(names: Sequence[str]) -> list[Entry]:
     known = [entry.name for entry in CATALOGUE]
-    refuse_unknown("op", [name for name in names if name != "all"], known, "all or some of ")
+    refuse_unknown("op", [name for name in names if name != "all"], known, "all, or names among ")
     return [
         entry
         for entry in CATALOGUE

@@ -41,7 +41,9 @@ def main(args: Sequence[str] | None = None) -> int:
 def run(config: CheckPublicConfig, command: str) -> int:
     functions = [f for f in public_functions() if not config.names or f.name.startswith(config.names)]
     if not functions:
-        raise UserError(f"no public function begins with {' or '.join(config.names)}")
+        raise UserError(
+            f"no name of a public function begins with {' or '.join(config.names)}; wants the beginning of at least one"
+        )
     failed, checks = 0, 0
     for i, function in enumerate(functions, start=1):
         start = time.perf_counter()

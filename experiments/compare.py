@@ -61,7 +61,7 @@ class CompareConfig(Generic[Config]):
 
     def __post_init__(self):
         if self.steps < 0:
-            raise UserError(f"steps is {self.steps}; wants 0 or more")
+            raise UserError(f"--steps is {self.steps}; wants at least 0")
         refuse_missing_folders(self.json, self.html)
 
 
@@ -90,11 +90,14 @@ def _main(config: CompareConfig, command: str) -> int:
 def run(config: CompareConfig, command: str) -> dict[str, Any]:
     experiment = config.experiment
     if not any(field.name == "implementation" for field in dataclasses.fields(experiment)):
-        raise UserError(f"{experiment.name} has no setting `implementation`: there is nothing to compare")
+        raise UserError(
+            f"{experiment.name} has no setting `implementation`; wants an experiment with several implementations"
+        )
     names = dict.fromkeys((REFERENCE, *(config.implementations or _default_implementations())))
     dataset = experiment.load()
     if experiment.batch_size > len(dataset.train_images):
-        raise UserError(f"batch_size = {experiment.batch_size}; wants at most {len(dataset.train_images)}")
+        most = f"{len(dataset.train_images)}, the size of the training set"
+        raise UserError(f"batch_size is {experiment.batch_size}; wants at most {most}")
     key = jax.random.key(experiment.seed)
     built = {name: training.split(*dataclasses.replace(experiment, implementation=name).build(key)) for name in names}
     params, losses = built[REFERENCE][0], {name: loss for name, (_, loss) in built.items()}

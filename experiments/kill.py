@@ -49,7 +49,7 @@ class KillConfig:
 
     def __post_init__(self):
         if self.kills < 1:
-            raise UserError(f"kills is {self.kills}; wants at least 1")
+            raise UserError(f"--kills is {self.kills}; wants at least 1")
 
 
 def main(args: Sequence[str] | None = None) -> int:

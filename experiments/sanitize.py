@@ -167,7 +167,7 @@ def find_sanitizer() -> str:
             return str(path)
     if (path := shutil.which("compute-sanitizer")) is not None:
         return path
-    raise UserError("there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api")
+    raise UserError("compute-sanitizer is not installed; wants: pip install nvidia-cuda-sanitizer-api")
 
 
 def version_of(sanitizer: str) -> str | None:

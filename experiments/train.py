@@ -127,8 +127,8 @@ def _shared(
     state, epochs_done, is_done, wanted = processes.of_process_0(sent)
     if checksum != wanted:
         raise UserError(
-            f"process {jax.process_index()} has other data or another model than process 0; wants the same files of "
-            "data, and the same version of jaxbp"
+            f"process {jax.process_index()} has other data or another model than process 0; wants the same data files "
+            "and the same version of jaxbp in all processes"
         )
     return devices.on_each(prepared.mesh, state), int(epochs_done), bool(is_done)
 
@@ -165,10 +165,10 @@ def _run_to_resume(args: Sequence[str]) -> TrainingConfig | None:
     if not found.resume or found.help:
         return None
     if found.run_dir is None:
-        raise UserError("resume = True; wants run_dir as well, which names the run")
+        raise UserError("resume is True; wants run_dir as well, the directory of the run")
     saved, name = run_directory.saved_config(found.run_dir), args[0]
     if name in configs.EXPERIMENTS and name != saved.name:
-        raise UserError(f"run_dir = {found.run_dir} holds a run of {saved.name}; wants one of {name}")
+        raise UserError(f"run_dir is {found.run_dir}, which holds a run of {saved.name}; wants a run of {name}")
     return dataclasses.replace(saved, resume=True)
 
 

@@ -116,13 +116,13 @@ def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
 def check(config: BenchConfig) -> None:
     for name, values in (("dtype", config.dtype), ("precision", config.precision)):
         if not values or len(set(values)) < len(values):
-            raise UserError(f"{name} is {' '.join(values) or 'nothing'}: wanted one or more, each of them once")
+            raise UserError(f"--{name} is {' '.join(values) or 'empty'}; wants at least one value, and no value twice")
     if min(config.batch, default=1) < 1:
-        raise UserError(f"batch is {min(config.batch)}: wanted at least 1")
+        raise UserError(f"--batch is {min(config.batch)}; wants at least 1")
     if config.batch_last and config.peers:
-        raise UserError("batch_last is not for peers: they take arrays whose first axis is the batch")
+        raise UserError("--batch-last is given with --peers; wants only one of them: peers need a leading batch axis")
     if config.time_limit is not None and not config.time_limit >= 0:
-        raise UserError(f"time_limit is {config.time_limit}: wanted at least 0")
+        raise UserError(f"--time-limit is {config.time_limit}; wants at least 0 seconds")
     refuse_missing_folders(config.json)
 
 

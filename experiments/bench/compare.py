@@ -57,16 +57,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run(config: CompareConfig, _: str) -> int:
     if not config.threshold >= 0:
-        raise UserError(f"threshold is {config.threshold}: wanted at least 0")
+        raise UserError(f"--threshold is {config.threshold}; wants at least 0")
     old, new = _read(config.old), _read(config.new)
     for field in ("device", "platform"):
         if old[field] != new[field]:
             raise UserError(
-                f"{config.old} is of the {field} {old[field]} and {config.new} of {new[field]}: wanted the same {field}"
+                f"{config.old} has {field} {old[field]} and {config.new} has {field} {new[field]}; wants one {field}"
             )
     changed = changes(old, new, config.threshold)
     if not changed:
-        raise UserError(f"{config.old} and {config.new} have no row in common")
+        raise UserError(
+            f"{config.old} and {config.new} have no row in common; wants reports with at least one common row"
+        )
     print_changes(old, new, changed)
     return 1 if any(change.verdict in SLOWER for change in changed) else 0
 
@@ -75,10 +77,12 @@ def _read(path: Path) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise UserError(
+            f"{path} is not JSON ({error}); wants a file that experiments.bench wrote with --json"
+        ) from None
     rows = report.get("rows") if isinstance(report, dict) else None
     if not rows or any({*FIELDS, "peer", "microseconds", "round_microseconds", "failed"} - row.keys() for row in rows):
-        raise UserError(f"{path} is not a report of the bench: wanted a file that it wrote with --json")
+        raise UserError(f"{path} is not a report of the bench; wants a file that experiments.bench wrote with --json")
     return report
 
 
@@ -135,12 +139,12 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
         console.print(table)
     slower = sum(change.verdict in SLOWER for change in changed)
     same = sum(change.verdict == "the same" for change in changed)
-    console.print(f"{slower} of {len(changed)} rows slower, {same} the same within noise and threshold")
+    console.print(f"{slower} of {len(changed)} rows slower, {same} unchanged up to noise and threshold")
     settled = [report.get("settling_seconds", 0.0) for report in (old, new)]
     if settled[0] != settled[1]:
         console.print(
-            f"before their rounds, programs ran for up to {settled[0]} s and {settled[1]} s: "
-            "at a GPU's power limit, programs that run longer are slower"
+            f"before timing, programs ran for up to {settled[0]} s in the old run and {settled[1]} s in the new run; "
+            "a program that runs longer may be slower, if the GPU reaches its power limit"
         )
     of_old, of_new = _rows(old), _rows(new)
     for name, rows, other_rows in (("old", of_old, of_new), ("new", of_new, of_old)):

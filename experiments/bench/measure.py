@@ -160,7 +160,7 @@ def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray
         for a, r, norm in zip(results, reference, norms, strict=True)
     ]
     if not all(map(math.isfinite, errors)):
-        raise ArithmeticError("a result is not finite where float64 is")
+        raise ArithmeticError("the error cannot be computed: a result or its float64 reference is not finite")
     return max(errors)
 
 

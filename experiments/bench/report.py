@@ -57,7 +57,7 @@ def print_table(report: Mapping[str, Any], console: Console | None = None) -> No
                 Text(f"failed: {row['work']}, batch {row['batch']}, {row['implementation']}: {row['failed']}")
             )
     if any(map(is_host_bound, report["rows"])):
-        console.print("*: the device waited for the host, so it takes less time than this.")
+        console.print("*: the device waited for the host, so the device alone would take less time.")
 
 
 def _cells(row: Row) -> list[str]:

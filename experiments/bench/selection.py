@@ -38,10 +38,10 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     unknown = [case for case in cases if not any(case in names for names in named)]
     ops = list(dict.fromkeys(workload.op for workload in workloads))
     unknown_ops = [case for case in unknown if case.partition(":")[0] not in ops]
-    refuse_unknown("case", unknown_ops, ops, "all, ops, or some of ")
+    refuse_unknown("case", unknown_ops, ops, "all, ops, or names among ")
     for op, _, place in (case.partition(":") for case in unknown):
         places = ", ".join(workload.place for workload in workloads if workload.op == op)
-        raise UserError(f"unknown place {place} of {op}: wanted {f'one of {places}' if places else 'none'}")
+        raise UserError(f"unknown place {place} of {op}; wants {f'one of {places}' if places else 'no place'}")
     workloads = [
         workload
         for workload, names in zip(workloads, named, strict=True)
@@ -51,7 +51,9 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
         return workloads
     ops = [workload for workload in workloads if workload.steps is None]
     if not ops:
-        raise UserError(f"--batch-last applies to ops only, not to training steps: {', '.join(cases)}")
+        raise UserError(
+            f"--batch-last is given for {', '.join(cases)}, which have only training steps; wants at least one op"
+        )
     return [with_batch_last(workload) for workload in ops]
 
 

@@ -136,9 +136,11 @@ class AutomatonConfig(TrainingConfig):
     def __post_init__(self):
         super().__post_init__()
         possible = self.first_gates != "returning" or self.channels > 1
-        self._check("first_gates", possible, "another one: an automaton of one channel cannot return")
+        self._check(
+            "first_gates", possible, "another value, because an automaton with one channel cannot return to its state"
+        )
         possible = self.first_gates != "separating" or self.trials == 1
-        self._check("first_gates", possible, "another one: this automaton has more than one start")
+        self._check("first_gates", possible, "another value, because this automaton has more than one initial state")
         most = min(*self.grid, self.steps) if self.any_grid else 1
         self._check("shrink", self.shrink <= most, f"a whole number from 1 to {most}")
 
@@ -273,7 +275,7 @@ class AutomatonConfig(TrainingConfig):
             )
         else:
             drawn = first_gates.returning(draw, automaton)
-            wanted = f"another one: these wires gave no such start in {first_gates.MOST_DRAWS:,} draws"
+            wanted = f"another value or seed, because {first_gates.MOST_DRAWS:,} draws gave no gates that return"
             self._check("first_gates", drawn is not None, wanted)
         for part, passes_on_b in zip(parts, drawn, strict=True):
             for layer, chosen in zip(part, passes_on_b, strict=True):

@@ -91,7 +91,7 @@ class TrainingConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             self._check_type(field)
-        self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, to know which run")
+        self._check("resume", not self.resume or self.run_dir is not None, "run_dir as well, the directory of the run")
         self._fill(self.defaults())
 
     @property
@@ -148,7 +148,7 @@ class TrainingConfig:
 
     def _check(self, field: str, is_valid: bool, wanted: str) -> None:
         if not is_valid:
-            raise UserError(f"{field} = {getattr(self, field)!r}; wants {wanted}")
+            raise UserError(f"{field} is {getattr(self, field)!r}; wants {wanted}")
 
     def _check_choice(self, field: str, choices: Sequence[str | None]) -> None:
         self._check(field, getattr(self, field) in choices, f"one of {', '.join(map(str, choices))}")
@@ -163,9 +163,11 @@ def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
     """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
-        raise UserError(f"the saved settings are for {name}; wants settings for {config.name}")
+        raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
     if unknown := values.keys() - {field.name for field in dataclasses.fields(config)}:
-        raise UserError(f"this version has no setting {', '.join(sorted(unknown))}; wants the version that saved it")
+        raise UserError(
+            f"this version of jaxbp has no setting {', '.join(sorted(unknown))}; wants the version that saved the run"
+        )
     paths = {field: Path(values[field]) for field in ("run_dir", "data_dir") if isinstance(values.get(field), str)}
     return config(**(values | paths))
 
@@ -194,6 +196,8 @@ def resumed(saved: Config, config: Config) -> Config:
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)
     if differing and differences(more, config):
         fields = "; ".join(f"{field}: saved {old!r}, now {new!r}" for field, (old, new) in differing.items())
-        raise UserError(f"cannot resume {config.run_dir} with other settings ({fields}): only epochs may increase")
+        raise UserError(
+            f"cannot resume {config.run_dir} with other settings ({fields}); wants the saved settings, or more epochs"
+        )
     elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
     return dataclasses.replace(more, **elsewhere)

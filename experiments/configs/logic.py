@@ -82,7 +82,7 @@ class LogicConfig(GateConfig):
         self._fill({"tau": math.sqrt(self.gates / 80)})
         inputs = self.levels * math.prod(datasets.IMAGE_SHAPES[self.dataset])
         fits = self.wiring == "random" or inputs <= 2 * self.gates
-        self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring random")
+        self._check("gates", fits, f"at least half of the {inputs} bits of an image, or wiring 'random'")
 
     def defaults(self) -> Mapping[str, Any]:
         sizes = {"layers": 4, "gates": 2000} if self.dataset == "digits" else {"layers": 6, "gates": 8000}

@@ -28,7 +28,7 @@ class MixerConfig(ImageConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check("patch", 28 % self.patch == 0, "a divisor of 28")
+        self._check("patch", 28 % self.patch == 0, "a divisor of 28, the height and width of an image")
 
     def defaults(self) -> Mapping[str, Any]:
         return {**super().defaults(), "learning_rate": 1e-3}

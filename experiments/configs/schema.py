@@ -12,7 +12,7 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
     """Return `kind(**fields)`, or raise TypeError if a field is missing, unknown, or of another type."""
     for name, annotation in get_type_hints(kind).items():
         if name in fields and not matches(fields[name], annotation):
-            raise TypeError(f"{name} = {reprlib.repr(fields[name])}; wants {described(annotation)}")
+            raise TypeError(f"{name} is {reprlib.repr(fields[name])}; wants {described(annotation)}")
     return kind(**fields)
 
 

@@ -95,7 +95,7 @@ def load(
     if name == "digits":
         return _digits()
     if name not in IMAGE_SHAPES:
-        raise UserError(f"dataset {name!r}; wants one of {', '.join(IMAGE_SHAPES)}")
+        raise UserError(f"dataset is {name!r}; wants one of {', '.join(IMAGE_SHAPES)}")
     folder = default_data_dir(name) if data_dir is None else Path(data_dir)
     if name == "cifar10":
         return Dataset(*_read_cifar10_split(folder, "train"), *_read_cifar10_split(folder, "test"), name)
@@ -122,15 +122,17 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(header_bytes)
             if len(header) < header_bytes:
-                raise UserError(f"{path}: {len(header)} bytes; wants at least {header_bytes}, for the header")
+                raise UserError(
+                    f"{path}: has {len(header)} bytes; wants at least {header_bytes}, the size of the header"
+                )
             magic, *shape = np.frombuffer(header, ">u4").tolist()
             wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
             if magic != wanted_magic:
-                raise UserError(f"{path}: magic number {magic:#010x}; wants {wanted_magic:#010x}")
+                raise UserError(f"{path}: the magic number is {magic:#010x}; wants {wanted_magic:#010x}")
             if tuple(shape[1:]) != item_shape:
-                raise UserError(f"{path}: items of shape {tuple(shape[1:])}; wants {item_shape}")
+                raise UserError(f"{path}: items have shape {tuple(shape[1:])}; wants {item_shape}")
             if not 1 <= shape[0] <= MOST_ITEMS:
-                raise UserError(f"{path}: {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
+                raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
             # A small gzip file can expand to gigabytes. One byte more than wanted is enough to detect surplus bytes.
             content = file.read(wanted_bytes + 1)
@@ -138,7 +140,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error
     if len(content) != wanted_bytes:
         came = "more" if len(content) > wanted_bytes else len(content)
-        raise UserError(f"{path}: {came} bytes after the header; wants {wanted_bytes}, for shape {shape}")
+        raise UserError(f"{path}: has {came} bytes after the header; wants {wanted_bytes}, for the shape {shape}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -164,11 +166,13 @@ def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8
     """Read the images and labels of one of CIFAR-10's binary files."""
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
-        raise FileNotFoundError(f"{path.name} is not in {path.parent}; wants CIFAR-10's binary files in it, {files}")
+        raise FileNotFoundError(f"{path.name} is not in {path.parent}; wants CIFAR-10's binary files there: {files}")
     size = path.stat().st_size
     images, rest = divmod(size, CIFAR10_RECORD)
     if rest or not 1 <= images <= MOST_ITEMS:
-        raise UserError(f"{path}: {size} bytes; wants {CIFAR10_RECORD} bytes per image, and 1 to {MOST_ITEMS} images")
+        raise UserError(
+            f"{path}: has {size} bytes; wants {CIFAR10_RECORD} bytes per image, and 1 to {MOST_ITEMS} images"
+        )
     records = np.fromfile(path, np.uint8).reshape(images, CIFAR10_RECORD)
     _refuse_labels(path, records[:, 0])
     return records[:, 1:].reshape(images, *IMAGE_SHAPES["cifar10"]), records[:, 0]
@@ -182,7 +186,7 @@ def _read_cifar10_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarra
 def _read_split(images_path: Path, labels_path: Path, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = read_idx(images_path, shape), read_idx(labels_path, ())
     if len(images) != len(labels):
-        raise UserError(f"{labels_path}: {len(labels)} labels; wants {len(images)}, one per image of {images_path}")
+        raise UserError(f"{labels_path}: has {len(labels)} labels; wants {len(images)}, one per image of {images_path}")
     _refuse_labels(labels_path, labels)
     return _scaled(images[:, None]), labels.astype(np.int32)
 
@@ -193,7 +197,7 @@ def _scaled(images: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
 
 def _refuse_labels(path: Path, labels: UInt8[np.ndarray, " items"]) -> None:
     if labels.max() >= CLASSES:
-        raise UserError(f"{path}: label {labels.max()}; wants labels from 0 to {CLASSES - 1}")
+        raise UserError(f"{path}: has the label {labels.max()}; wants labels from 0 to {CLASSES - 1}")
 
 
 def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
@@ -202,7 +206,7 @@ def _refuse_files_of_another_dataset(path: Path, name: str) -> None:
         digest = hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
     for dataset, known in MD5.items():
         if dataset != name and digest in known.values():
-            raise UserError(f"{path}: is a file of {dataset}; wants one of {name}")
+            raise UserError(f"{path}: is a file of {dataset}; wants a file of {name}")
 
 
 def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapping[str, str]) -> Path:
@@ -222,6 +226,6 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
         folder.rmdir()  # pooch creates the folder before the download
     wanted = ", ".join(f"{name}[.gz]" for files in FILES.values() for name in files)
     raise FileNotFoundError(
-        f"{plain.name} is neither in {folder} nor could it be downloaded ({'; '.join(failures) or 'no mirror given'}): "
+        f"{plain.name} is not in {folder}, and could not be downloaded ({'; '.join(failures) or 'no mirror given'}); "
         f"wants these files in {folder}: {wanted}"
     )

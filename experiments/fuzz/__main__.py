@@ -151,7 +151,7 @@ def run(config: FuzzConfig, command: str) -> int:
     ours = [crash for crash in found.crashes if crash["autodiff"] is None]
     print(
         f"{found.cases} cases in {found.seconds:.0f} s: {len(found.failures)} failed, {found.refused} refused by a "
-        f"kernel, {len(found.crashes)} crashed, of which {len(found.crashes) - len(ours)} with autodiff as well"
+        f"kernel, {len(found.crashes)} crashed, of which {len(found.crashes) - len(ours)} also crashed with autodiff"
     )
     return 1 if found.failures or ours else 0
 
@@ -182,7 +182,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     if not config.resume:
         return Found(), seed
     if config.json is None or not config.json.exists():
-        raise UserError(f"--resume has no file to continue from: --json is {config.json}")
+        raise UserError(f"--json is {config.json}, which is not a file; wants the file from which --resume continues")
     try:
         kept = json.loads(config.json.read_text())
         counts = collections.defaultdict(
@@ -190,9 +190,11 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
         )
         found = Found(**{name: kept[name] for name in Found.__dataclass_fields__} | {"counts": counts})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{config.json} was not written by this command: {error}") from None
+        raise UserError(
+            f"--json is {config.json}, which cannot be resumed ({error}); wants a file that experiments.fuzz wrote"
+        ) from None
     if config.seed not in (None, kept["seed"]):
-        raise UserError(f"--seed is {config.seed}, but {config.json} has seed {kept['seed']}")
+        raise UserError(f"--seed is {config.seed}; wants {kept['seed']}, the seed in {config.json}")
     return found, kept["seed"]
 
 

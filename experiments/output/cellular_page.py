@@ -39,11 +39,15 @@ def write_page(
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
     if channels != circuit.channels:
-        raise ValueError(f"write_page: initial_state has {channels} channels; wants {circuit.channels}, the circuit's")
+        raise ValueError(
+            f"write_page: initial_state has {channels} channels; wants {circuit.channels}, as many as the circuit has"
+        )
     if target is not None and target.shape != (height, width, visible):
-        raise ValueError(f"write_page: target has shape {target.shape}; wants {(height, width, visible)}")
+        wanted = f"{(height, width, visible)}: the grid of initial_state, and the visible channels"
+        raise ValueError(f"write_page: target has shape {target.shape}; wants {wanted}")
     if visible > channels or visible not in PALETTES:
-        raise ValueError(f"write_page: the picture has {visible} channels; wants 1 to 3, and at most {channels}")
+        wanted = f"1 to 3, and at most {channels}, the number of channels"
+        raise ValueError(f"write_page: visible is {visible}; wants {wanted}")
     weights = 1 << np.arange(visible)
     values = {
         "title": escape(title),

@@ -82,7 +82,7 @@ def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side
 def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: int) -> Int[np.ndarray, "..."]:
     if visible not in PALETTES or states.shape[-1] < visible:
         raise ValueError(
-            f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the state's channels"
+            f"picture: visible is {visible}; wants 1 to 3, and at most {states.shape[-1]}, the number of channels"
         )
     return states[..., :visible] @ (1 << np.arange(visible))
 

@@ -71,20 +71,24 @@ def exit_code(command: Callable[[], int]) -> int:
         return _said(str(stop) or "stopped", 130)
 
 
-def refuse_unknown(what: str, names: Sequence[str], known: Iterable[str], wanted: str = "some of ") -> tuple[str, ...]:
+def refuse_unknown(
+    what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
+) -> tuple[str, ...]:
     """Return the names, by default all known names; or raise UserError with similar names or all known names."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
         hint = f"did you mean {' or '.join(like)}?" if like else f"wants {wanted}{', '.join(known)}"
-        raise UserError(f"unknown {what} {', '.join(unknown)}: {hint}")
+        raise UserError(f"unknown {what} {', '.join(unknown)}; {hint}")
     return tuple(names or known)
 
 
 def refuse_missing_folders(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+            raise UserError(
+                f"{path} cannot be written, because there is no folder {path.parent}; wants an existing folder"
+            )
 
 
 @contextlib.contextmanager

@@ -101,7 +101,9 @@ def asked_for(text: str) -> Asked:
     case, _, batch = case.partition("@")
     found = [workload for workload in selected([case]) if case in (workload.op, f"{workload.op}:{workload.place}")]
     if len(found) != 1:
-        raise UserError(f"{text} names {len(found)} workloads; wants one, as in {found[0].op}:{found[0].place}")
+        raise UserError(
+            f"{text} names {len(found)} workloads; wants the name of one, such as {found[0].op}:{found[0].place}"
+        )
     (workload,) = found
     batch = int(batch or workload.batches[0][0])
     return Asked(workload, batch, *rest, *("float32", "pallas", "default")[len(rest) :])

@@ -170,11 +170,13 @@ def read(path: Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenRun(f"{file} is corrupt ({error})") from None
     if path != checkpoint.path:
-        raise BrokenRun(f"{path} has the wrong name: it is the checkpoint of epoch {checkpoint.epoch}")
+        raise BrokenRun(
+            f"{path} holds the checkpoint of epoch {checkpoint.epoch}; wants the epoch as the name of its folder"
+        )
     files = {str(file.relative_to(path / STATE)): file for file in _files(path / STATE)}
     for name, checksum in checkpoint.files.items():
         if name not in files:
-            raise BrokenRun(f"{path / STATE / name} cannot be read (there is no such file in the checkpoint)")
+            raise BrokenRun(f"{path / STATE / name} cannot be read (the file is missing)")
         if _checksum(_bytes(files[name])) != checksum:
             raise BrokenRun(f"{files[name]} is corrupt (its checksum does not match)")
     return checkpoint
@@ -209,7 +211,8 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     for name in (*wanted, *arrays):
         saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
         if saved != expected:
-            raise BrokenRun(f"the checkpoint is of another model or optimizer ({name}: saved {saved}, now {expected})")
+            differs = f"{name}: saved {saved}, now {expected}"
+            raise BrokenRun(f"the checkpoint is of another model or optimizer than this version builds ({differs})")
 
 
 def _named(state: PyTree) -> dict[str, Any]:

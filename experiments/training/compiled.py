@@ -34,7 +34,7 @@ def compiled_classifier(
 def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(x, np.uint32)
     if function(ctypes.c_size_t(x.shape[1]), *(ctypes.c_void_p(a.ctypes.data) for a in (x, result))):
-        raise MemoryError("the compiled circuit could not allocate memory")
+        raise MemoryError("the compiled C code of the circuit could not allocate its memory; wants more free memory")
     return result
 
 
@@ -47,7 +47,11 @@ def compiled_automaton(
     def run(state, ticks):
         words = np.ascontiguousarray(pack_grid(state[None])[:, 0])
         if function(*map(ctypes.c_size_t, (*state.shape[:2], ticks)), ctypes.c_void_p(words.ctypes.data)):
-            raise MemoryError("the compiled automaton could not allocate memory")
+            height, width = state.shape[:2]
+            raise MemoryError(
+                f"the compiled C code of the automaton could not allocate its memory for a grid of {height} x {width} "
+                "cells; wants more free memory, or a smaller grid"
+            )
         return unpack_grid(words[:, None], state.shape[1])[0]
 
     return run

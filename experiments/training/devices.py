@@ -18,15 +18,15 @@ def number_of(config: TrainingConfig) -> int:
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
-        raise UserError(f"batch_size = {batch}; wants a multiple of processes = {processes}")
+        raise UserError(f"batch_size is {batch}; wants a multiple of {processes}, the number of processes")
     if devices is None:
         return next(n for n in range(there_are, 0, -processes) if batch % n == 0)
     if devices > there_are:
-        raise UserError(f"devices = {devices}; wants at most {there_are}, the number of devices present")
+        raise UserError(f"devices is {devices}; wants at most {there_are}, the number of available devices")
     if devices % processes:
-        raise UserError(f"devices = {devices}; wants a multiple of processes = {processes}")
+        raise UserError(f"devices is {devices}; wants a multiple of {processes}, the number of processes")
     if batch % devices:
-        raise UserError(f"batch_size = {batch}; wants a multiple of devices = {devices}")
+        raise UserError(f"batch_size is {batch}; wants a multiple of {devices}, the number of devices")
     return devices
 
 

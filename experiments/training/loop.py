@@ -99,7 +99,7 @@ def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
     """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
-        raise UserError(f"batch_size = {config.batch_size}; wants at most {examples}, the size of the training set")
+        raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")
     mesh = devices.mesh_of(config)
     share = functools.partial(jax.lax.with_sharding_constraint, shardings=devices.shares(mesh))
     steps_per_epoch = examples // config.batch_size
@@ -319,17 +319,23 @@ def _compile(function: Callable, args: tuple, **options) -> Callable:
     return jax.jit(function, compiler_options=COMPILER_OPTIONS, **options).lower(*args).compile()
 
 
+def _after(epoch: int) -> str:
+    """Return where the last good state is, and what may help, after an error in the epoch."""
+    kept = f"epoch {epoch - 1}" if epoch > 1 else "epoch 0, the initial state"
+    return f"the newest checkpoint is of {kept}; a new run with a smaller learning rate may help"
+
+
 def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_loss: float) -> None:
     broken = np.flatnonzero(~np.isfinite(losses))
     if broken.size:
         raise FloatingPointError(
-            f"the training loss became {losses[broken[0]]} in epoch {epoch}, at its step {broken[0] + 1} of "
-            f"{losses.size}: the last good state is the state of epoch {epoch - 1}"
+            f"the training loss became {losses[broken[0]]} at step {broken[0] + 1} of {losses.size} in epoch {epoch}, "
+            f"so training stopped; {_after(epoch)}"
         )
     # The last update of an epoch may make parameters infinite, which shows in no training loss of this epoch.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
-            f"the test loss became {test_loss} in epoch {epoch}: the last good state is the state of epoch {epoch - 1}"
+            f"the test loss became {test_loss} after epoch {epoch}, so training stopped; {_after(epoch)}"
         )
 
 
@@ -339,6 +345,6 @@ def _refuse_divergence(epoch: int, loss: float, params: PyTree) -> None:
     for name, value, most in (("training loss", loss, MOST_LOSS), ("largest parameter", largest, MOST_PARAMETER)):
         if not value <= most:  # NaN as well
             raise FloatingPointError(
-                f"the run has diverged: the {name} is {value:.3g} after epoch {epoch}, above {most:g}; a smaller "
-                f"learning rate may help; the last good state is the state of epoch {epoch - 1}"
+                f"training diverged: the {name} is {value:.3g} after epoch {epoch}, above the limit {most:g}, so "
+                f"training stopped; {_after(epoch)}"
             )

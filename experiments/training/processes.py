@@ -39,7 +39,7 @@ PARTING_SECONDS = 2
 """The time in which the other processes must notice that a process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keepalive: two times in seconds and a count of probes. It finds a lost connection after half a minute."""
-ENDS = "the run ends, and --resume continues it if it has a checkpoint"
+ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
 
 
@@ -61,12 +61,15 @@ class Place:
         if missing := [name for name, value in found.items() if value is None]:
             if len(missing) == len(found):
                 return None
-            raise UserError(f"{missing[0]} = None; wants coordinator, process and processes, or none of them")
+            raise UserError(
+                f"--{missing[0]} is missing; wants all or none of --coordinator, --process, and --processes"
+            )
         host, _, port = found["coordinator"].rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16 - 1:
-            raise UserError(f"coordinator = {found['coordinator']}; wants HOST:PORT")
+            raise UserError(f"--coordinator is {found['coordinator']}; wants HOST:PORT, with a port from 1 to 65534")
         if not 0 <= found["process"] < found["processes"]:
-            raise UserError(f"process = {found['process']}; wants one from 0 to processes - 1")
+            wanted = f"a number from 0 to {found['processes'] - 1}, below --processes"
+            raise UserError(f"--process is {found['process']}; wants {wanted}")
         return cls(host.strip("[]"), int(port), found["process"], found["processes"])
 
 
@@ -169,7 +172,9 @@ def _listen(place):
         server.settimeout(POLL_SECONDS)
         while missing := [process for process in range(1, place.processes) if process not in links]:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {missing[0]} of {place.processes} did not connect in time")
+                raise TimeoutError(
+                    f"process {missing[0]} of {place.processes} did not connect to process 0 within {START_SECONDS} s"
+                )
             with contextlib.suppress(OSError):  # nobody connects, or too many
                 link, _ = server.accept()
                 threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
@@ -187,8 +192,8 @@ def _bound(place, port):
     except OSError as error:
         reason = error.strerror.partition(" (")[0]  # without the address
         raise UserError(
-            f"coordinator = {place.host}:{place.port}: port {port} cannot be used ({reason}); wants an address of "
-            "this machine, and two unused ports"
+            f"--coordinator is {place.host}:{place.port}, but port {port} cannot be used ({reason}); wants an address "
+            "of this machine, and a port that is unused, as is the next port"
         ) from None
 
 
@@ -206,20 +211,23 @@ def _introduce(link, token, introduced):
 
 def _number(process, processes, place, missing):
     if processes != str(place.processes) or process not in map(str, missing):
-        wanted = f"wants process {' or '.join(map(str, missing))} of {place.processes}"
-        raise UserError(f"process {process} of {processes} reached {place.host}:{place.port}; {wanted}")
+        wanted = f"wants --process {' or '.join(map(str, missing))} and --processes {place.processes}"
+        came = f"--process {process} and --processes {processes}"
+        raise UserError(f"a process with {came} connected to {place.host}:{place.port}; {wanted}")
     return int(process)
 
 
 def _call(place):
     if not (token := os.environ.get(TOKEN)):
-        raise UserError(f"the environment variable {TOKEN} is not set; wants the token of process 0, which prints it")
+        raise UserError(f"the environment variable {TOKEN} is not set; wants the token that process 0 printed")
     link = _connected(place.host, place.port + 1)
     link.sendall(f"{place.process} {place.processes} {token}\n".encode())
     try:
         settings = _line(link, SETTINGS_BYTES, START_SECONDS)
     except OSError as error:
-        raise ConnectionError(f"process 0 sent no settings ({error}): it has ended, or has another {TOKEN}") from None
+        raise ConnectionError(
+            f"process 0 sent no settings ({error}): process 0 has ended, or has another {TOKEN}"
+        ) from None
     return {0: _lasting(link)}, settings
 
 

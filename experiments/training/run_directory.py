@@ -51,7 +51,8 @@ def saved_config(path: Path) -> TrainingConfig:
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
-        raise UserError(f"run_dir = {path} holds a run of {experiment}, which is not a known experiment")
+        wanted = f"a run of {', '.join(configs.EXPERIMENTS)}, or the version of jaxbp that began the run"
+        raise UserError(f"run_dir is {path}, which holds a run of an unknown experiment, {experiment}; wants {wanted}")
     config = configs.from_dict(configs.EXPERIMENTS[experiment], saved)
     return dataclasses.replace(config, run_dir=path)
 
@@ -89,9 +90,10 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
             damaged.append(str(error))
             continue
         if damaged and loud:
-            warn(f"{'; '.join(damaged)}: resuming from epoch {checkpoint.epoch}")
+            warn(f"{'; '.join(damaged)}; the run resumes from the older checkpoint of epoch {checkpoint.epoch}")
         return checkpoint
-    raise BrokenRun(f"run_dir = {path} has no checkpoint to resume from: {'; '.join(damaged) or 'none is left'}")
+    reason = "; ".join(damaged) or "none is left"
+    raise BrokenRun(f"run_dir is {path}, which has no intact checkpoint ({reason}); wants the directory of another run")
 
 
 class RunDirectory:
@@ -127,8 +129,8 @@ class RunDirectory:
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
-                f"run_dir = {self._path}: {error.strerror}; no data was lost, and --resume continues after epoch "
-                f"{len(self.metrics)}"
+                f"run_dir is {self._path}, where a file could not be read or written ({error.strerror}); the "
+                f"checkpoint of epoch {len(self.metrics)} is intact, and --resume continues from it"
             ) from error
 
     @property
@@ -163,8 +165,8 @@ class RunDirectory:
         saved = self._checkpoint.constants
         if saved != constants:
             raise BrokenRun(
-                f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved ones "
-                f"(SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began this run"
+                f"cannot resume {self._path}: the model's fixed variables, such as wires, differ from the saved "
+                f"variables (SHA-256 saved {saved}, now {constants}); wants the version of jaxbp that began the run"
             )
         checkpoints.check_like(self._checkpoint.shapes, initial)
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
@@ -209,7 +211,7 @@ class RunDirectory:
             # A file that is only shorter or longer is not damaged: the process was killed before it wrote the rest, or
             # the run resumed from an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
-                warn(f"{file} has changed since the run wrote it: rewritten")
+                warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)
 
     def _checksums(self, names: Iterable[str]) -> str:
@@ -221,9 +223,9 @@ def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:
-        raise BrokenRun(f"{checkpoint.path} has other metrics than this version ({error})") from None
+        raise BrokenRun(f"{checkpoint.path} has other metrics than this version of jaxbp ({error})") from None
     if [line.epoch for line in metrics] != list(range(1, checkpoint.epoch + 1)):
-        raise BrokenRun(f"{checkpoint.path} has not the metrics of epochs 1 to {checkpoint.epoch}")
+        raise BrokenRun(f"{checkpoint.path} lacks the metrics of an epoch from 1 to {checkpoint.epoch}")
     return metrics
 
 
@@ -234,7 +236,7 @@ def _locked(path: Path):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BrokenRun(f"run_dir = {path} is in use by another process; wants an unused one") from None
+            raise BrokenRun(f"run_dir is {path}, which another process uses; wants an unused directory") from None
         yield
     finally:
         os.close(descriptor)
@@ -242,18 +244,20 @@ def _locked(path: Path):
 
 def _check_is_free(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path} is not a directory; wants a directory")
+        raise UserError(f"run_dir is {path}, which is not a directory; wants a directory")
     folder = path / CHECKPOINTS
     files = [*(path.iterdir() if path.exists() else ()), *(folder.iterdir() if folder.is_dir() else ())]
     if not all(is_leftover(file) or file.name == LOCK or (file == folder and file.is_dir()) for file in files):
-        raise UserError(f"run_dir = {path} is not empty; wants a new directory, or --resume to continue its run")
+        raise UserError(
+            f"run_dir is {path}, which is not empty; wants a new directory, or --resume to continue its run"
+        )
 
 
 def _check_is_run(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir = {path} is not a directory; wants a directory")
+        raise UserError(f"run_dir is {path}, which is not a directory; wants a directory")
     if not (checkpoints.epochs(path / CHECKPOINTS) or ((path / CONFIG).exists() and (path / METRICS).exists())):
-        raise UserError(f"run_dir = {path} holds no run to resume; wants the directory of a run")
+        raise UserError(f"run_dir is {path}, which holds no run to resume; wants the directory of a run")
 
 
 def _lines(metrics: Iterable[Metrics]) -> bytes:

@@ -66,7 +66,7 @@ def test_a_failing_implementation_exits_with_1(compare_toy, capsys):
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--steps", "-1"], "steps is -1; wants 0 or more"), (["--html", "no/page.html"], "there is no folder")],
+    [(["--steps", "-1"], "--steps is -1; wants at least 0"), (["--html", "no/page.html"], "there is no folder")],
 )
 def test_settings_that_no_comparison_can_have_are_refused(compare_toy, args, message, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -77,7 +77,7 @@ def test_settings_that_no_comparison_can_have_are_refused(compare_toy, args, mes
 @pytest.mark.parametrize(
     ("args", "experiment", "message"),
     [
-        (["--batch-size", "1000"], "toy", "batch_size = 1000; wants at most 100"),
+        (["--batch-size", "1000"], "toy", "batch_size is 1000; wants at most 100"),
         ([], "fixed", "toy has no setting `implementation`"),
     ],
 )

@@ -48,7 +48,7 @@ def command(monkeypatch, tmp_path):
 
 def test_an_unknown_experiment_ends_in_one_line(capsys):
     assert kill.main(["lnet"]) == 2
-    assert capsys.readouterr().err == "error: unknown experiment lnet: did you mean lenet?\n"
+    assert capsys.readouterr().err == "error: unknown experiment lnet; did you mean lenet?\n"
 
 
 def test_a_run_killed_at_each_kind_of_moment_ends_in_the_same_bits(command, toy_config, tmp_path):

@@ -82,10 +82,10 @@ def test_80_columns_have_room_for_the_longest_line(toy_config, monkeypatch):
 
 
 MISTAKES = {
-    "batch of more than the training set": (["--batch-size", "1438"], "batch_size = 1438; wants at most 1437"),
-    "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is neither in nowhere"),
-    "occupied run directory": (["--run-dir", "."], "run_dir = . is not empty"),
-    "no run to resume": (["--resume"], "resume = True; wants run_dir as well"),
+    "batch of more than the training set": (["--batch-size", "1438"], "batch_size is 1438; wants at most 1437"),
+    "missing data": (["--dataset", "mnist", "--data-dir", "nowhere"], "train-images-idx3-ubyte is not in nowhere"),
+    "occupied run directory": (["--run-dir", "."], "run_dir is ., which is not empty"),
+    "no run to resume": (["--resume"], "resume is True; wants run_dir as well"),
 }
 
 
@@ -105,7 +105,7 @@ REFUSED = {
     "unknown experiment": (["alexnet"], "alexnet"),
     "unknown choice": (["lenet", "--dataset", "cifar"], "fashion_mnist"),
     "not a number": (["lenet", "--seed", "x"], "--seed"),
-    "value out of range": (["lenet", "--batch-size", "0"], "batch_size = 0; wants a whole number of at least 1"),
+    "value out of range": (["lenet", "--batch-size", "0"], "batch_size is 0; wants a whole number of at least 1"),
 }
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
 
 def test_a_run_to_resume_is_asked_for_without_an_experiment_too(capsys):
     assert train.main(["--resume"]) == 2
-    assert capsys.readouterr().err == "error: resume = True; wants run_dir as well, which names the run\n"
+    assert capsys.readouterr().err == "error: resume is True; wants run_dir as well, the directory of the run\n"
 
 
 def test_help_lists_the_experiments(capsys):
@@ -245,7 +245,7 @@ def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path
 RESUMED_WRONGLY = {
     "another setting": (["--resume", "--seed", "7"], "(seed: saved 0, now 7): only epochs may increase"),
     "fewer epochs": (["--resume", "--epochs", "1"], "(epochs: saved 2, now 1)"),
-    "another experiment": (["lenet", "--resume"], "holds a run of toy; wants one of lenet"),
+    "another experiment": (["lenet", "--resume"], "holds a run of toy; wants a run of lenet"),
 }
 
 
@@ -261,7 +261,7 @@ def test_a_run_resumes_with_its_own_settings_alone(args, message, run, capsys, m
 def test_a_directory_mistyped_is_not_trained_in(run, tmp_path, capsys):
     assert run("toy", "--resume") == run("--resume") == 2
     assert capsys.readouterr().err == 2 * (
-        f"error: run_dir = {tmp_path / 'run'} holds no run to resume; wants the directory of a run\n"
+        f"error: run_dir is {tmp_path / 'run'}, which holds no run to resume; wants the directory of a run\n"
     )
     assert not (tmp_path / "run").exists()
 
@@ -295,4 +295,5 @@ def test_ctrl_c_before_the_first_write_leaves_nothing(run, toy_config, tmp_path,
 
 def test_a_result_needs_a_folder(capsys):
     assert train.main(["lenet", "--json", "nowhere/result.json"]) == 2
-    assert capsys.readouterr().err == "error: nowhere/result.json cannot be written: there is no folder nowhere\n"
+    wanted = "because there is no folder nowhere; wants an existing folder"
+    assert capsys.readouterr().err == f"error: nowhere/result.json cannot be written, {wanted}\n"

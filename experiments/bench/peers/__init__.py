@@ -77,5 +77,5 @@ def installed() -> dict[str, ModuleType]:
         try:
             peers[name] = importlib.import_module(module)
         except Exception as error:  # a broken installation can raise anything
-            print(f"{name} is left out: {error}")
+            print(f"the peer {name} is left out, because its import failed: {error}")
     return peers

@@ -54,15 +54,15 @@ def test_a_row_is_slower_beyond_noise_and_threshold(old, new, verdict):
 
 def test_what_is_slower_is_said_and_is_exit_code_1(compared):
     code, said = compared([row(), row("sum")], [row(microseconds=130.0), row("sum")])
-    assert code == 1 and "1 of 2 rows slower, 1 the same" in said
+    assert code == 1 and "1 of 2 rows slower, 1 unchanged" in said
     assert "relu, 8, float32, default, None │ 100.0 ± 1% │ 130.0 ± 1% │ 1.30 │ slower" in said and "sum, 8" not in said
     assert compared([row()], [failed()])[0] == 1
 
 
 def test_runs_that_settled_differently_are_told_apart(compared):
     said = compared([row()], [row()], settling_seconds=0.3)[1]
-    assert "before their rounds, programs ran for up to 0.0 s and 0.3 s" in said
-    assert "before their rounds" not in compared([row()], [row()], settling_seconds=0.0)[1]
+    assert "before timing, programs ran for up to 0.0 s in the old run and 0.3 s in the new run" in said
+    assert "before timing" not in compared([row()], [row()], settling_seconds=0.0)[1]
 
 
 def test_a_higher_threshold_lets_it_pass(compared):
@@ -88,10 +88,10 @@ def test_rows_of_one_run_alone_are_named_and_peers_are_left_out(compared):
 @pytest.mark.parametrize(
     ("new", "args", "device", "message"),
     [
-        ([row()], [], "another device", "of the device a device and"),
+        ([row()], [], "another device", "; wants one device"),
         ([row("sum")], [], "a device", "have no row in common"),
         ([{"work": "relu"}], [], "a device", "is not a report of the bench"),
-        ([row()], ["--threshold", "-1"], "a device", "threshold is -1.0: wanted at least 0"),
+        ([row()], ["--threshold", "-1"], "a device", "--threshold is -1.0; wants at least 0"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(compared, new, args, device, message):

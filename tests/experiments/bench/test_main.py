@@ -102,16 +102,22 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["xyz"], "unknown case xyz: wants all, ops, or some of lenet, conv2d,"),
-        (["rleu"], "unknown case rleu: did you mean relu"),
-        (["relu", "--batch", "0"], "batch is 0: wanted at least 1"),
-        (["relu", "--batch-last", "--peers"], "batch_last is not for peers"),
-        (["lenet", "logic", "--batch-last"], "--batch-last applies to ops only, not to training steps: lenet, logic"),
-        (["relu", "--time-limit", "-1"], "time_limit is -1.0: wanted at least 0"),
-        (["relu", "--dtype", "float16", "float16"], "dtype is float16 float16: wanted one or more, each of them once"),
+        (["xyz"], "unknown case xyz; wants all, ops, or names among lenet, conv2d,"),
+        (["rleu"], "unknown case rleu; did you mean relu"),
+        (["relu", "--batch", "0"], "--batch is 0; wants at least 1"),
+        (["relu", "--batch-last", "--peers"], "--batch-last is given with --peers; wants only one"),
+        (
+            ["lenet", "logic", "--batch-last"],
+            "--batch-last is given for lenet, logic, which have only training steps; wants",
+        ),
+        (["relu", "--time-limit", "-1"], "--time-limit is -1.0; wants at least 0"),
+        (
+            ["relu", "--dtype", "float16", "float16"],
+            "--dtype is float16 float16; wants at least one value, and no value twice",
+        ),
         (
             ["relu", "--precision", "highest", "highest"],
-            "precision is highest highest: wanted one or more, each of them",
+            "--precision is highest highest; wants at least one value",
         ),
         (["relu", "--json", "nowhere/results.json"], "there is no folder nowhere"),
     ],

@@ -27,7 +27,7 @@ def test_a_place_may_be_named_and_ops_are_all_but_the_training_steps():
         "logic-conv",
         "automaton",
     }
-    with pytest.raises(ValueError, match="unknown place 32x32 of relu: wanted one of "):
+    with pytest.raises(ValueError, match="unknown place 32x32 of relu; wants one of "):
         selected(["relu:32x32"])
 
 

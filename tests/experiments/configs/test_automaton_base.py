@@ -170,5 +170,5 @@ def test_our_recipe_stops_when_the_hard_automaton_is_right():
     ],
 )
 def test_an_invalid_setting_is_refused_at_once(field, value):
-    with pytest.raises(ValueError, match=f"{field} = {value!r}; wants "):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; wants "):
         LifeConfig(**{field: value})

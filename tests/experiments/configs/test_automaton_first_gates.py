@@ -31,10 +31,12 @@ def test_the_first_channel_comes_back_along_a_diagonal(tiny_automaton):
 
 
 def test_automata_that_cannot_return_are_refused(tiny_automaton, monkeypatch):
-    with pytest.raises(ValueError, match="first_gates = 'returning'; wants another one: an automaton of one channel"):
+    with pytest.raises(
+        ValueError, match="first_gates is 'returning'; wants another value, because an automaton with one channel"
+    ):
         LifeConfig(first_gates="returning")
     monkeypatch.setattr(automaton_first_gates, "MOST_DRAWS", 1)
-    with pytest.raises(ValueError, match="these wires gave no such start in 1 draws"):
+    with pytest.raises(ValueError, match="1 draws gave no gates that return"):
         tiny_automaton(first_gates="returning").build(jax.random.key(0))
 
 
@@ -57,5 +59,7 @@ def test_of_many_draws_the_one_is_taken_that_tells_most_cells_apart(monkeypatch)
 
 
 def test_an_automaton_of_random_starts_is_not_begun_by_one():
-    with pytest.raises(ValueError, match="first_gates = 'separating'; wants another one: this automaton has more than"):
+    with pytest.raises(
+        ValueError, match="first_gates is 'separating'; wants another value, because this automaton has more"
+    ):
         CheckerboardConfig(first_gates="separating")

@@ -17,7 +17,7 @@ INVALID = [
 
 @pytest.mark.parametrize(("field", "value"), INVALID)
 def test_an_invalid_setting_is_refused_at_once(toy_config, field, value):
-    with pytest.raises(ValueError, match=f"{field} = {value}; wants "):
+    with pytest.raises(ValueError, match=f"{field} is {value}; wants "):
         toy_config(**{field: value})
 
 

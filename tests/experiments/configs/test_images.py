@@ -19,7 +19,7 @@ from experiments.data import augmentation, datasets
     ],
 )
 def test_what_no_experiment_on_images_can_have_is_refused(setting, value, wanted):
-    with pytest.raises(ValueError, match=f"{setting} = {value!r}; wants .*{wanted}"):
+    with pytest.raises(ValueError, match=f"{setting} is {value!r}; wants .*{wanted}"):
         ImageConfig(**{setting: value})
 
 

@@ -29,7 +29,7 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
     [
         ("layers", 0, "a whole number of at least 1"),
         ("gates", 2001, "a positive multiple of 10"),
-        ("gates", 1000, "at least half of the 2352 bits of an image, or wiring random"),
+        ("gates", 1000, "at least half of the 2352 bits of an image, or wiring 'random'"),
         ("tau", 0.0, "a finite number above 0"),
         ("levels", 0, "a whole number of at least 1"),
         ("wiring", "all", "one of unique, random"),
@@ -38,5 +38,5 @@ def test_sizes_and_tau_are_the_published_ones_for_mnist():
     ],
 )
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
-    with pytest.raises(UserError, match=f"^{field} = {value!r}; wants {wanted}"):
+    with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConfig(**{field: value})

@@ -103,5 +103,5 @@ def test_the_evaluation_is_hardened():
     ],
 )
 def test_settings_that_no_run_can_have_are_refused(field, value, wanted):
-    with pytest.raises(UserError, match=f"^{field} = {value!r}; wants {wanted}"):
+    with pytest.raises(UserError, match=f"^{field} is {value!r}; wants {wanted}"):
         LogicConvConfig(**{field: value})

@@ -15,7 +15,7 @@ def test_the_settings_are_the_models():
 
 @pytest.mark.parametrize(("setting", "value"), [("patch", 5), ("patch", 0), ("channels", 0), ("blocks", 1.5)])
 def test_what_no_mixer_can_have_is_refused(setting, value):
-    with pytest.raises(ValueError, match=f"{setting} = {value}; wants a"):
+    with pytest.raises(ValueError, match=f"{setting} is {value}; wants a"):
         MixerConfig(**{setting: value})
 
 

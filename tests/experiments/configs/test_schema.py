@@ -33,7 +33,7 @@ class Point(NamedTuple):
 def test_fields_are_checked_before_they_are_used():
     assert build(Point, {"x": 1}) == Point(1)
     for fields, message in [
-        ({"x": "1"}, "x = '1'; wants float"),
+        ({"x": "1"}, "x is '1'; wants float"),
         ({"name": "a"}, "missing"),
         ({"x": 1, "y": 2}, "unexpected keyword argument 'y'"),
     ]:

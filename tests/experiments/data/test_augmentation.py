@@ -81,7 +81,7 @@ def test_every_experiment_on_images_can_distort_before_it_shifts(config):
     assert not jnp.array_equal(alone, images)
     np.testing.assert_array_equal(both, shift(key, alone, 0))
     for pixels in (-0.1, 28, float("nan"), "1"):
-        with pytest.raises(UserError, match=f"^distortion = {pixels!r}; wants a "):
+        with pytest.raises(UserError, match=f"^distortion is {pixels!r}; wants a "):
             config(distortion=pixels)
 
 
@@ -94,5 +94,5 @@ def test_every_experiment_on_images_can_shift_and_need_not(config):
     moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28
     for pixels in (-1, 28, 1.0, True):
-        with pytest.raises(UserError, match=f"^shift = {pixels}; wants a whole number "):
+        with pytest.raises(UserError, match=f"^shift is {pixels}; wants a whole number "):
             config(shift=pixels)

@@ -158,7 +158,7 @@ def test_a_gzip_bomb_is_refused_before_it_goes_off(header, message, tmp_path):
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(header.tobytes() + bytes(2**26)))
     tracemalloc.start()
-    with pytest.raises(ValueError, match=f"{path.name}: {message}"):
+    with pytest.raises(ValueError, match=f"{path.name}: .*{message}"):
         datasets.read_idx(path, ())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -170,7 +170,7 @@ def test_a_large_plain_file_is_refused_by_its_header(tmp_path, contents):
     with (folder / TEST_IMAGES).open("r+b") as file:
         file.truncate(2**26)  # takes no space on the disk
     tracemalloc.start()
-    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: more bytes after the header; wants 7840"):
+    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: has more bytes after the header; wants 7840"):
         load("mnist", folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -184,7 +184,7 @@ def test_every_mirror_is_asked_over_https():
 def test_files_of_the_other_dataset_are_refused(tmp_path, contents, monkeypatch):
     folder = write(tmp_path, contents, zipped=True)
     monkeypatch.setattr(datasets, "MD5", {"mnist": {}, "fashion_mnist": md5_of(folder)})
-    with pytest.raises(ValueError, match="is a file of fashion_mnist; wants one of mnist"):
+    with pytest.raises(ValueError, match="is a file of fashion_mnist; wants a file of mnist"):
         load("mnist", folder)
 
 
@@ -268,7 +268,7 @@ BROKEN_BATCHES = {
 @pytest.mark.parametrize(("damage", "message"), BROKEN_BATCHES.values(), ids=BROKEN_BATCHES)
 def test_a_broken_batch_is_refused_by_name(damage, message, name, tmp_path, batches):
     batches[name] = damage(batches[name])
-    with pytest.raises(ValueError, match=f"{name}: {message}"):
+    with pytest.raises(ValueError, match=f"{name}: .*{message}"):
         load("cifar10", write(tmp_path, batches))
 
 

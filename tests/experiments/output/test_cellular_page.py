@@ -130,15 +130,15 @@ def test_titles_are_text(tmp_path):
 REFUSED = {
     "a state of other channels": (
         dict(initial_state=random_state(4, 4, 3)),
-        "write_page: initial_state has 3 channels; wants 2, the circuit's",
+        "write_page: initial_state has 3 channels; wants 2, as many as the circuit has",
     ),
     "a target of another grid": (
         dict(initial_state=random_state(4, 4, 2), target=checkerboard_target(4, 5)),
-        "write_page: target has shape (4, 5, 1); wants (4, 4, 1)",
+        "write_page: target has shape (4, 5, 1); wants (4, 4, 1): the grid of initial_state, and the visible channels",
     ),
     "too many channels in the picture": (
         dict(initial_state=random_state(4, 4, 2), visible=3),
-        "write_page: the picture has 3 channels; wants 1 to 3, and at most 2",
+        "write_page: visible is 3; wants 1 to 3, and at most 2, the number of channels",
     ),
 }
 

@@ -9,7 +9,7 @@ from experiments.output.errors import BrokenRun, Stopped, UserError, exit_code, 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UserError("seed = -1;\n wants more"), 2, "error: seed = -1; wants more\n"),
+        (UserError("seed is -1;\n wants more"), 2, "error: seed is -1; wants more\n"),
         (FileNotFoundError("no data"), 2, "error: no data\n"),
         (FileNotFoundError(2, "No such file or directory", "a.json"), 2, "error: a.json: No such file or directory\n"),
         (PermissionError(13, "Permission denied", "runs"), 1, "error: runs: Permission denied\n"),

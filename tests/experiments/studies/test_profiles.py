@@ -37,5 +37,5 @@ def test_each_kernel_has_a_row(tmp_path, monkeypatch):
 def test_a_workload_has_one_place_and_defaults():
     asked = profiles.asked_for("lenet@8192/bfloat16")
     assert (asked.batch, *asked[2:]) == (8192, "bfloat16", "pallas", "default")
-    with pytest.raises(UserError, match="wants one, as in"):
+    with pytest.raises(UserError, match="wants the name of one, such as"):
         profiles.asked_for("relu_backward")

@@ -135,7 +135,7 @@ def test_a_run_with_a_damaged_file_goes_on_to_the_same_bits(run, place, runs, tm
             assert (code, said.count("\n") <= 1) == (0, True), (file, name, said)
             assert outcome(run_dir) == wanted, (file, name)
             if place == NEWEST[run]:
-                assert said.startswith("warning: ") and "resuming from epoch" in said
+                assert said.startswith("warning: ") and "resumes from the older checkpoint of epoch" in said
                 assert f"{file} is corrupt" in said or f"{file} cannot be read" in said
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_cannot_go_on_says_so_in_one_line_and_loses_nothing(damage, r
     before = contents(run_dir)
     code, said = resume(run_dir, capsys)
     assert code == 1 and said.count("\n") == 1
-    assert said.startswith(f"error: run_dir = {run_dir} has no checkpoint to resume from: ")
+    assert said.startswith(f"error: run_dir is {run_dir}, which has no intact checkpoint (")
     assert contents(run_dir) == before
 
 
@@ -222,19 +222,19 @@ def test_a_checkpoint_that_the_run_cannot_have_written_is_not_used(fields, runs,
     os.mkfifo(run_dir / "fifo")
     forged(run_dir, **fields)
     code, said = resume(run_dir, capsys)
-    assert (code, said.count("\n")) == (0, 1) and said.endswith("resuming from epoch 2\n")
+    assert (code, said.count("\n")) == (0, 1) and said.endswith("resumes from the older checkpoint of epoch 2\n")
     (run_dir / "fifo").unlink()
     assert outcome(run_dir) == outcome(runs["finished"])
 
 
 SETTINGS = {
-    "a name of another type": ({"experiment": ["toy"]}, "holds a run of ['toy'], which is not a known experiment"),
-    "no name": ({"experiment": None}, "holds a run of None, which is not a known experiment"),
-    "a number as text": ({"seed": "3"}, "seed = '3'; wants a whole number"),
-    "a path of another type": ({"run_dir": 3}, "run_dir = 3; wants a value of type Path or None"),
-    "a truth value of another type": ({"resume": "no"}, "resume = 'no'; wants a value of type bool"),
+    "a name of another type": ({"experiment": ["toy"]}, "holds a run of an unknown experiment, ['toy']; wants"),
+    "no name": ({"experiment": None}, "holds a run of an unknown experiment, None; wants"),
+    "a number as text": ({"seed": "3"}, "seed is '3'; wants a whole number"),
+    "a path of another type": ({"run_dir": 3}, "run_dir is 3; wants a value of type Path or None"),
+    "a truth value of another type": ({"resume": "no"}, "resume is 'no'; wants a value of type bool"),
     "a large number": ({"devices": 10**400}, "wants at most"),
-    "an unknown setting": ({"mood": 1}, "this version has no setting mood"),
+    "an unknown setting": ({"mood": 1}, "this version of jaxbp has no setting mood"),
 }
 
 
@@ -268,7 +268,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
         shutil.rmtree(folder / "2")
     (folder / "3").rename(folder / name)
     code, said = resume(run_dir, capsys)
-    assert said.count("\n") == 1 and f"{name} has the wrong name: it is the checkpoint of epoch 3" in said
+    assert said.count("\n") == 1 and f"{name} holds the checkpoint of epoch 3" in said
     assert code == (name == "2")
     if code == 0:
         assert outcome(run_dir)[:2] == outcome(runs["finished"])[:2]
@@ -286,8 +286,11 @@ def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_pat
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             code, said = resume(run_dir, capsys)
-        full_disk = f"error: run_dir = {run_dir}: No space left on device; no data was lost"
-        epoch = re.fullmatch(re.escape(full_disk) + r", and --resume continues after epoch (\d)\n", said)[1]
+        full_disk = (
+            f"error: run_dir is {run_dir}, where a file could not be read or written (No space left on device); "
+        )
+        kept = r"the checkpoint of epoch (\d) is intact, and --resume continues from it\n"
+        epoch = re.fullmatch(re.escape(full_disk) + kept, said)[1]
         # An epoch counts as completed when the name of its checkpoint is on the disk.
         assert code == 1 and checkpoints.epochs(run_dir / "checkpoints")[0] - int(epoch) in (0, 1)
         assert resume(run_dir, capsys) == (0, "")

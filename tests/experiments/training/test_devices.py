@@ -123,8 +123,8 @@ def test_left_open_a_run_takes_the_most_devices_that_divide_its_batch(toy_config
 
 
 MISTAKES = [
-    (16, 9, "devices = 9; wants at most 8, the number of devices present"),
-    (100, 8, "batch_size = 100; wants a multiple of devices = 8"),
+    (16, 9, "devices is 9; wants at most 8, the number of available devices"),
+    (100, 8, "batch_size is 100; wants a multiple of 8, the number of devices"),
 ]
 
 

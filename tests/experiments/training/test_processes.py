@@ -118,7 +118,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
     both[killed].send_signal(number)
     assert both[1 - killed].wait(timeout=30) == 1
     errors = both[1 - killed].stderr.read()
-    ends = "the run ends, and --resume continues it if it has a checkpoint"
+    ends = "the run ends; if it has a checkpoint, --resume continues it"
     assert errors == f"error: process {killed} stopped answering: {ends}\n"
 
 
@@ -174,13 +174,13 @@ def test_a_line_that_comes_byte_by_byte_must_end_in_time():
 def test_a_process_of_another_run_ends_the_start(waiting, numbers):
     connect, result = waiting
     connect(f"{numbers} the token\n".encode())
-    with pytest.raises(UserError, match=r"reached 127.0.0.1:\d+; wants process 1 of 2"):
+    with pytest.raises(UserError, match=r"connected to 127.0.0.1:\d+; wants --process 1 and --processes 2"):
         result.result(timeout=30)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_port_in_use_is_said_before_jax_uses_it(port, offset):
-    message = rf"port {port + offset} cannot be used \(Address already in use\); wants an address of this machine"
+    message = rf"port {port + offset} cannot be used \(Address already in use\); wants an address"
     with socket.create_server(("127.0.0.1", port + offset)), pytest.raises(UserError, match=message):
         processes._listen(Place("127.0.0.1", port, 0, 2))
 
@@ -190,14 +190,14 @@ def test_a_process_without_the_token_gets_no_settings(waiting, port, monkeypatch
     with pytest.raises(ConnectionError, match="has ended, or has another JAXBP_TOKEN"):
         processes._call(Place("127.0.0.1", port, 1, 2))
     monkeypatch.delenv(TOKEN)
-    with pytest.raises(UserError, match="JAXBP_TOKEN is not set; wants the token of process 0"):
+    with pytest.raises(UserError, match="JAXBP_TOKEN is not set; wants the token that process 0"):
         processes._call(Place("127.0.0.1", port, 1, 2))
 
 
 def test_without_a_token_process_0_prints_one(port, monkeypatch, capsys):
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(processes, "START_SECONDS", 0)
-    with pytest.raises(TimeoutError, match="process 1 of 2 did not connect in time"):
+    with pytest.raises(TimeoutError, match="process 1 of 2 did not connect to process 0 within 0 s"):
         processes._listen(Place("127.0.0.1", port, 0, 2))
     assert re.fullmatch(r"the other processes need .* JAXBP_TOKEN=[\w-]{20,}\n", capsys.readouterr().err)
 
@@ -219,9 +219,9 @@ def test_a_relay_hands_on_all_but_the_end():
 
 
 MISTAKES = {
-    "one option": ("--process 1", "coordinator = None; wants coordinator, process and processes, or none of them"),
-    "no port": ("--coordinator host --process 0 --processes 2", "coordinator = host; wants HOST:PORT"),
-    "too large": ("--coordinator host:1 --process 2 --processes 2", "process = 2; wants one from 0 to processes - 1"),
+    "one option": ("--process 1", "--coordinator is missing; wants all or none of"),
+    "no port": ("--coordinator host --process 0 --processes 2", "--coordinator is host; wants HOST:PORT"),
+    "too large": ("--coordinator host:1 --process 2 --processes 2", "--process is 2; wants a number from 0 to 1"),
 }
 
 

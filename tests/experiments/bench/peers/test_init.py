@@ -18,7 +18,10 @@ def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkey
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules, peers.PEERS[peer], raising=False)
     assert list(peers.installed()) == ["published automaton"]  # it needs only JAX
-    lines = [rf"{peer} is left out: .*{library}.*\n" for peer, library in libraries.items()]
+    lines = [
+        rf"the peer {peer} is left out, because its import failed: .*{library}.*\n"
+        for peer, library in libraries.items()
+    ]
     assert re.fullmatch("".join(lines), capsys.readouterr().out)
 
 
