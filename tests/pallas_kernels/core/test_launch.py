@@ -164,7 +164,7 @@ def test_shared_memory_wants_a_gpu_or_the_simulator():
 
     scratch = [plgpu.SMEM((LANES,), jnp.float32)]
     out = jax.ShapeDtypeStruct((2, LANES), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"^planted: uses a GPU's shared memory"):
+    with pytest.raises(NotImplementedError, match=r"^planted: uses shared memory, which the interpreter lacks"):
         launch(body, rows(), out=out, grid={"i": 2}, name="planted", scratch=scratch)
 
 
