@@ -195,7 +195,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
         raise ValueError(
-            f"conv2d_relu_max_pool2d_forward_tf32_sm90.forward: {config} does not fit {w.shape} filters on {x.shape}"
+            f"conv2d_relu_max_pool2d_forward_tf32_sm90.forward: config is {config}, which does not fit x {x.shape} and "
+            f"w {w.shape}; wants None, for the config of the heuristic"
         )
     N, warpgroups = x.shape[-1], config.warpgroups
     stage = warpgroups, EXAMPLES // _GROUP, sizes.pixels, _GROUP
