@@ -16,7 +16,7 @@ def test_each_setting_and_seed_has_a_row_and_a_run_that_fails_says_why(tmp_path)
     assert report["command"].startswith("python -m experiments.studies.seeds 'lenet --epochs 1")
     assert (trained["settings"], trained["seed"], trained["epochs"], trained["skipped_steps"]) == (settings[0], 0, 1, 0)
     assert 0.5 < trained["test_accuracy"] <= 1 and trained["updates"] > 40
-    assert failed["settings"] == settings[1] and "batch_size = 10000" in failed["failed"]
+    assert failed["settings"] == settings[1] and "batch_size is 10000" in failed["failed"]
 
 
 def test_a_mistake_is_reported_before_anything_is_trained(tmp_path):
