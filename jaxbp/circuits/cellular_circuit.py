@@ -18,7 +18,7 @@ WORD = 64
 
 # In the C source, the words of a grid form one array: a border row, the rows of the grid, and another border row. One
 # border word follows the words of each row. Bit 63 of the border word is the cell before the next row's first cell. The
-# bit after the row's last cell is the cell after it; this is bit 0 of the border word if the row fills its words. The
+# bit after a row's last cell is this cell's right neighbor: bit 0 of the border word, if the row fills its words. The
 # results of a block are in a separate array, because a compiler vectorizes only if it knows that arrays do not overlap.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
@@ -182,7 +182,8 @@ class CellularCircuit:
     def seen(self, visible: int) -> "CellularCircuit":
         """Return an automaton with the same visible channels, but without the gates that never affect these channels.
 
-        The visible channels are the first `visible` ones. Channels that never affect them keep their state.
+        The visible channels are the first `visible` ones. Channels that never affect a visible channel keep their
+        state.
 
         Raises:
           ValueError: visible is not from 1 to the number of channels.

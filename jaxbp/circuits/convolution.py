@@ -29,8 +29,8 @@ OR = 7
 class Convolution(ByContent):
     """A convolution of hardened kernels, for images of one size, followed by an or-pool.
 
-    A kernel is a tree of gates that runs at each position of its window. The or-pool returns 1 for a window of
-    positions if the kernel returns 1 at one or more of the positions.
+    A kernel is a tree of gates that runs at each position of the image. For a window of positions, the or-pool returns
+    1 if the kernel returns 1 at one or more of the positions.
 
     Attributes:
       gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
@@ -75,9 +75,9 @@ class Convolution(ByContent):
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return all kernels as one netlist. Its inputs are a window `(channels, height, width)`, flattened.
+        """Return all kernels as one netlist.
 
-        Its outputs are the kernels' results.
+        The inputs of the netlist are a flattened window `(channels, height, width)`. There is one output per kernel.
         """
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))

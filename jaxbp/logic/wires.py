@@ -30,7 +30,7 @@ class Wires(ByContent):
     The inputs and gates form a graph: each input is a node, and each gate is an edge between the two inputs that it
     reads. The trail consists of walks in this graph that together pass through each gate once. A walk leaves one input
     of a gate and reaches the gate's other input, where it takes the next gate. Most neighboring gates of the trail
-    therefore share an input, and a kernel that follows the trail often finds this input in its cache.
+    therefore share an input, and a GPU kernel that follows the trail often finds this input in the cache.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
@@ -191,7 +191,7 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which the trail leaves inputs, and the inputs in the order of the trail.
+    """Return the consumers through which the trail of `Wires` leaves inputs, and the inputs in the order of the trail.
 
     Gates are the edges of a graph whose nodes are inputs, and a gate is free if no walk has taken it. A walk takes free
     gates until it reaches an input without a free gate. If the walk's first input still has a free gate, the next walk

@@ -75,9 +75,9 @@ def check(
     - "dtypes": the user's data and large numbers in bfloat16 and float16; or in float32, if the user's data has one of
       these two dtypes.
 
-    Added data stays positive if an argument is positive, in [0, 1] if an argument is, and keeps rows that sum to 1. For
-    an op with other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on
-    the user's data, it is not tried on added data.
+    If an argument is positive, or lies in [0, 1], or has rows that sum to 1, its added data does so as well. For an op
+    with other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on the
+    user's data, it is not tried on added data.
 
     Products of float32 arrays are computed in full precision. If the forward computes in a narrower dtype than its
     arguments, the tolerance of the narrower dtype applies. A number beyond the tolerance fails only if neither rounding

@@ -25,7 +25,7 @@ ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-1
 TF32 = 1e-2
 """The allowed relative difference on a GPU, where tensor cores round the factors of products to TF32 by default."""
 AS_FAST = 1.05
-"""Times whose ratio is below this count as equal."""
+"""Two times count as equal if their ratio is below this number."""
 HOST_BOUND = 0.05
 """If the host waits for the device for less than this fraction of the time, the host limits the time."""
 

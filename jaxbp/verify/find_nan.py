@@ -64,7 +64,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
     The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
-    custom rules, loops, and branches. A kernel and a `shard_map` count as one operation. Operations may round
+    custom rules, loops, and branches. A kernel or a `shard_map` counts as one operation. Operations may round
     differently when they are not compiled together.
 
     A value counts only if a result or a gradient is not finite because of this value. Infinite constants, such as the

@@ -10,8 +10,8 @@ A kink is a point at which the slopes on the two sides differ.
 - There is a kink within rounding error of the data, and the number lies between the float64 gradients at points around
   the data. A kink exactly at the data, such as a tie, counts only in half precision, above order 1, or if the op need
   not have autodiff's slope.
-- There is a kink at the data, and autodiff with random roundings gives gradients between which the number lies. Each
-  part of the gradient must also pass this test, where a part comes from some of the results.
+- There is a kink at the data. If the gradient is divided into parts, each from some of the results, then each part lies
+  between the parts that autodiff with random roundings gives.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
 """Autodiff's rounding error is measured on `SAMPLES` data sets, whose elements differ from the checked data by at most
 the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements at which a common factor between a gradient and the expected one counts as a mistake."""
+"""A common factor counts as a mistake only if the gradient has at least this number of elements."""
 MOST = 32
 """The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
@@ -50,7 +50,7 @@ halvings × elements of all arguments are at most `WORK`."""
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` with which it is compared. Only at kinks, `e` differs from the expected array."""
+    """A result `a`, and the array `e` with which `a` is compared. `e` differs from the expected array only at kinks."""
 
     point: Point
     expected: Expected

@@ -228,7 +228,7 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients for several cotangents, computed once exactly and otherwise with random roundings.
+        """Return the gradients for several cotangents, computed once exactly and then with random roundings.
 
         `parts` has one array per result of the op. The first axis of each array has one cotangent per part. The
         gradients have the shapes `(1 + runs, parts, ...)`. For `settings`, see `rounding.rounded_otherwise`.

@@ -10,11 +10,11 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of queued calls: enough to keep the device busy, and few enough for their results to fit."""
+"""The largest number of queued calls: enough to keep the device busy, but few enough for memory to hold the results."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
 """The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. Under
-large matrix products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers in 2 s
-(docs/lab/2026-11-24-dense.md)."""
+large matrix products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within
+2 s (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
