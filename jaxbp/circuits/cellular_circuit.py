@@ -1,4 +1,4 @@
-"""Hardened cellular automata: one circuit in every cell of a grid, run on words, or exported as C or Verilog."""
+"""Hardened cellular automata: one circuit in every cell, run on words of 64 cells, or exported as C or Verilog."""
 
 import string
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ CENTRE = 4
 WORD = 64
 """The number of neighboring cells of a row in one word."""
 
-# In the C source, one border word follows the words of each row. Bit 0 of the border word is the cell after the row's
-# last cell, and bit 63 is the cell before the next row's first cell. All rows of a grid, and a border row above and
-# below, are therefore one array of words without gaps. The results of a block are in a separate array, because a
-# compiler vectorizes only if it knows that arrays do not overlap.
+# In the C source, the words of a grid form one array: a border row, the rows of the grid, and another border row. One
+# border word follows the words of each row. Bit 63 of the border word is the cell before the next row's first cell. The
+# bit after a row's last cell is this cell's right neighbor: bit 0 of the border word, if the row fills its words. The
+# results of a block are in a separate array, because a compiler vectorizes only if it knows that arrays do not overlap.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -180,9 +180,10 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with the same first `visible` channels, and without the gates that never affect them.
+        """Return an automaton with the same visible channels, but without the gates that never affect these channels.
 
-        Channels that never affect the visible channels keep their state.
+        The visible channels are the first `visible` ones. Channels that never affect a visible channel keep their
+        state.
 
         Raises:
           ValueError: visible is not from 1 to the number of channels.
@@ -208,7 +209,7 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after one tick, in which the cells `fires`, or all, update.
+        """Return the state after one tick, in which the cells update where `fires` is true; by default, all update.
 
         Raises:
           ValueError: the state or `fires` is not boolean or has a wrong shape.
@@ -272,7 +273,7 @@ class CellularCircuit:
             yield words
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
-        """Return the packed state after one tick. In x and in the result, the bits after the last column are 0."""
+        """Return the packed state after one tick. In x and in the result, bits after the grid's last column are 0."""
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
         y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
@@ -289,8 +290,8 @@ class CellularCircuit:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
         The function advances `state[channels][height][(width + 63) / 64]` in place, for a grid of any size. Bit j of
-        word w in a row is cell 64 w + j. The function returns 0, or 1 if there is no memory. `pack_grid(state)[:, i]`
-        has this layout for grid i of the batch.
+        word w in a row is cell 64 w + j. The function returns 0, or 1 if there is no memory. In Python,
+        `pack_grid(state)[:, i]` has the layout of `state` in C, for grid i of the batch.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -348,7 +349,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the circuit's inputs in every cell of a packed state, `(9 * channels, batch, height, words)`."""
+    """Return the inputs of every cell's circuit for a packed state x, `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

@@ -1,6 +1,7 @@
 """Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog.
 
-On bits, a gate is `c0 + c1 a + c2 b + c3 ab` modulo 2: a sum is "exclusive or", and a product is "and".
+A hardened gate computes one function of two bits. With the function's coefficients, the result is
+`c0 + c1 a + c2 b + c3 ab` modulo 2, where a sum is "exclusive or" and a product is "and".
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
     """Unpack the words of `pack_bits`.
 
     Raises:
-      ValueError: the words are not a matrix, or contain fewer samples.
+      ValueError: the words are not a matrix, or contain fewer than `samples` samples.
     """
     if np.ndim(words) != 2:
         raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
@@ -56,7 +57,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
 
 
 def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
-    """Return `bits`, 0 or 1, as an array of booleans on the host."""
+    """Return `bits`, whose elements must be 0 or 1, as an array of booleans on the host."""
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
         raise ValueError(f"{op}: bits contains {wrong[0]}; wants only 0 and 1, as jaxbp.nn.thermometer returns")
@@ -64,7 +65,7 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
 
 
 def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-    """Check samples that are not packed, and return a circuit's outputs for them."""
+    """Check samples that are not packed into words, and return a circuit's outputs for these samples."""
     op, bits = type(circuit).__name__, np.asarray(bits)
     if bits.shape[1:] != (circuit.inputs,):
         raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
@@ -73,12 +74,19 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of gates from `jaxbp.harden` on words, `(inputs, words) -> (gates, words)`, by JAX or NumPy."""
+    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
+
+    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. NumPy computes the result if x is a
+    NumPy array, else JAX does.
+    """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Evaluate hardened gates on words. The first axes of a and b are the axes of the gates."""
+    """Evaluate gates on words, in which each bit belongs to one sample.
+
+    `gates` has the number of each gate's function. The leading axes of the inputs a and b are the axes of `gates`.
+    """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
@@ -89,7 +97,7 @@ _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(n
 
 
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
-    """Check the numbers of the gates' functions in a layer, and return them on the host."""
+    """Check the numbers of the gates' functions in a layer, and return the numbers on the host."""
     gates = np.asarray(gates)
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
         came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
@@ -99,7 +107,7 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates: the numbers of the gates' functions and the wires of each layer, on the host."""
+    """Layers of hardened gates. Each layer has the numbers of the gates' functions and the wires, on the host."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
@@ -141,7 +149,7 @@ class Circuit(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs of packed samples, also within `jax.jit`."""
+        """Return the outputs for samples packed by `pack_bits`. This also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -160,10 +168,11 @@ class Circuit(ByContent):
         in tables, because compilers are slow if each gate is a separate line.
 
         Args:
-          classes: the number of classes, which divides the outputs into groups of equal size. A sample's class is the
-            first group with the most outputs that are 1. With `classes`, the source has two more functions.
-            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample,
-            and `int name_classify(const uint8_t *bits)` the class of one sample, or -1 if there is no memory.
+          classes: the number of classes. The outputs are divided into one group of equal size per class. A sample's
+            class is the group with the most outputs that are 1; in a tie, the first such group. With `classes`, the
+            source has two more functions. `int name_classify_words(size_t words, const uint32_t *x, int *classes)`
+            computes the class of each sample. `int name_classify(const uint8_t *bits)` returns the class of one sample,
+            or -1 if there is no memory.
         """
         check_c("Circuit", name, classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1

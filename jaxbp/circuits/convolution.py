@@ -27,13 +27,16 @@ OR = 7
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution(ByContent):
-    """A convolution of hardened kernels, for images of one size, followed by an or-pool. A kernel is a tree of gates.
+    """A convolution of hardened kernels, for images of one size, followed by an or-pool.
+
+    A kernel is a tree of gates that runs at each position of the image. For a window of positions, the or-pool returns
+    1 if the kernel returns 1 at one or more of the positions.
 
     Attributes:
       gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
       shape: channels, height and width of the images.
       stride: the stride in rows and in columns.
-      padding: zeros before and after the rows, and before and after the columns.
+      padding: the numbers of zeros before and after the rows, and before and after the columns.
       pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
     """
 
@@ -62,17 +65,20 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offsets (rows, columns) in the input image of a kernel's positions in one window of the pool."""
+        """For each position in a window of the pool, the offset (rows, columns) of the kernel's window in the image."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates, with one copy of the kernels per position that a pool reads, and the pools' gates."""
+        """The number of gates of the pools and of one copy of the kernels per position that a pool reads."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return all kernels as one netlist, from a window `(channels, height, width)` to one output per kernel."""
+        """Return all kernels as one netlist.
+
+        The inputs of the netlist are a flattened window `(channels, height, width)`. There is one output per kernel.
+        """
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -83,9 +89,10 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the kernels' roots, `(kernels, ...)`, from the `values` of their leaves, `(kernels, leaves, ...)`.
+        """Return the values of the kernels' roots, `(kernels, ...)`.
 
-        `of_gates` maps the gates' functions and the values of their two inputs to the gates' values.
+        `values` has the values of the kernels' leaves, `(kernels, leaves, ...)`. `of_gates` computes the values of
+        gates from the numbers of their functions and the values of their two inputs.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -94,11 +101,12 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the elements `places` of the kernel's windows in the padded x, `(channels, height, width, ...)`.
+        """Return chosen elements of all windows that the kernels read in the padded image x.
 
-        `places` has the channels, rows, and columns of positions in the window, as three arrays of one shape. The
-        result has one array `(*shape, rows, columns, ...)` per position in the pool's window, with the size of the
-        pooled image.
+        x has the shape `(channels, height, width, ...)`. `places` chooses elements of a window by three arrays of one
+        shape: channels, rows in the window, and columns in the window. The result has one array per position in the
+        pool's window. Each array has the shape `(*shape, rows, columns, ...)`, with the rows and columns of the pooled
+        image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -106,7 +114,7 @@ class Convolution(ByContent):
         return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        """Return the pooled images of packed images."""
+        """Return the result of the convolution and the pool, for images packed into words of samples."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
@@ -114,7 +122,8 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of `kernels` per position of the convolution, and the gates of the or-pool.
 
-        x has the sources of the input image. The result has the sources of the pooled image.
+        A source is an input or a gate of the netlist (`Netlist`). x has the source of each bit of the input image. The
+        result has the source of each bit of the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
@@ -126,7 +135,7 @@ class Convolution(ByContent):
 def convolution_of(
     op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
 ) -> Convolution:
-    """Check the arguments of one convolution for images of this shape, and return it."""
+    """Check the arguments of one convolution for images of this shape, and return the convolution."""
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of channels of its input")

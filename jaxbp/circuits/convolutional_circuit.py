@@ -28,8 +28,8 @@ WORDS_AT_A_TIME = 32
 class ConvolutionalCircuit(ByContent):
     """Convolutions of hardened gates, followed by layers of gates.
 
-    Images are flattened in row-major order: channels, rows, columns. The circuit in `head` has the layers after the
-    convolutions.
+    Images have the axes channels, rows, and columns, and are flattened in row-major order. The circuit in `head` has
+    the layers after the convolutions.
     """
 
     convolutions: Sequence[Convolution]
@@ -48,7 +48,7 @@ class ConvolutionalCircuit(ByContent):
           shape: channels, height and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
             `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
-          layers: as in `jaxbp.Circuit.of`.
+          layers: the gates and the wires of each layer after the convolutions, as in `jaxbp.Circuit.of`.
 
         Raises:
           TypeError: an option is unknown.
@@ -96,12 +96,12 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A kernel counts once."""
+        """The number of gates. A kernel counts once, not once per position."""
         return int(self.histogram().sum())
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position has a separate copy of the kernels."""
+        """The number of gates if every position has a separate copy of the kernels, with the gates of the pools."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
@@ -124,7 +124,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs of packed samples, also within `jax.jit`."""
+        """Return the outputs for samples packed by `pack_bits`. This also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -144,7 +144,7 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return the gates of all positions, pools, and layers, with each kernel and the layers simplified.
+        """Return the gates of all positions, pools, and layers. Each kernel and the layers are already simplified.
 
         `Netlist.simplify` of the result also simplifies across positions and layers, but takes long for many gates.
         """
@@ -157,8 +157,8 @@ class ConvolutionalCircuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Words and classes are as in `Circuit.to_c`. The source has each simplified kernel once, in a loop over the
-        windows of the pool.
+        The layout of x and y, the functions for `classes`, and the returned errors are as in `Circuit.to_c`. The source
+        has each simplified kernel once, in a loop over the windows of the pool.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
@@ -184,7 +184,7 @@ class ConvolutionalCircuit(ByContent):
         return c_of_tables(name, self.inputs, first + rows, tables, results, first, classes)
 
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
-        """Return Verilog of the module `{name}`, from `input [inputs-1:0] x` to `output [outputs-1:0] y`.
+        """Return Verilog of the module `{name}`, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
 
         Each convolution is a separate module. The layers are one module, or one per layer if pipelined.
 
@@ -221,11 +221,13 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory of an image in C. Each pixel has one row, which holds the pixel's values in a block of samples.
+    """The memory of an image in the C code, which divides all memory into memory rows of equal size.
+
+    One memory row holds one element of the image, a channel of a pixel, for all samples of a block.
 
     Attributes:
-      first: the image's first row.
-      shape: channels, height and width, with padding.
+      first: the image's first memory row.
+      shape: channels, height and width of the image with padding.
       corner: the padding above the image and to its left.
     """
 
@@ -234,7 +236,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return each pixel's row, counted from `first`, for an image of this shape without padding."""
+        """Return the memory row, counted from `first`, of each element of the image without padding, of this shape."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -262,7 +264,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return the C function of the i-th convolution, from the image `source` to the pooled image `target`."""
+    """Return the C function of the i-th convolution, which reads the image `source` and writes the pooled `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -337,7 +339,7 @@ endmodule
 
 
 def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
-    """Return the Verilog module of the i-th convolution, with one instance of its kernels' module per position."""
+    """Return the Verilog module of the i-th convolution. It has one instance of the kernels' module per position."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
     _, padded_height, padded_width = convolution.padded_shape

@@ -21,18 +21,20 @@ _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
 """The 16 functions of a gate in Python, for words, arrays of words, and truth tables as ints."""
 GATES_AT_A_TIME = 4096
-"""The number of gates whose values should fit into a cache together in C."""
+"""The number of gates whose values should fit together into the CPU's cache when the C code runs."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves, the variables of a truth table, in `Netlist.simplify`."""
+"""The largest number of leaves of a truth table in `Netlist.simplify`. The leaves are the table's variables."""
 _LEAF = np.array([False, True])
 """The truth table of a leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist(ByContent):
-    """Gates in topological order. Each gate reads two sources: source i is input i, and source `inputs + g` is gate g.
+    """Gates in topological order. Each gate reads two sources.
 
-    `of` and `from_gates` sort the gates by depth, and then by function. `len` returns the number of gates.
+    A source is the number of an input or a gate: source i is input i, and source `inputs + g` is gate g. `of` and
+    `from_gates` sort the gates by depth, the largest number of gates on a path from an input, and then by function.
+    `len` returns the number of gates.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -115,7 +117,7 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs of packed samples, in words of any unsigned type, with JAX or NumPy."""
+        """Return the outputs for packed samples, in words of any unsigned type, as an array of NumPy or JAX like x."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -140,14 +142,16 @@ class Netlist(ByContent):
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same function with fewer gates.
 
-        - Constants, pass-throughs and inverters become part of the gates that read them. If a gate depends only on the
-          two sources of a gate that it reads, it reads these sources directly.
-        - Equal gates become one. Two gates are equal if they have the same function and sources, up to an inversion and
-          the order of sources, or if they have the same truth table. The variables of a truth table, its leaves, are
-          inputs and gates. A gate with more than `TABULATED_LEAVES` leaves has no table, and is a leaf in later tables.
+        - Constants, pass-throughs and inverters become part of the gates that read them. If gate h reads gate g, and
+          the value of h depends only on the two sources of g, then h reads these sources directly.
+        - Equal gates become one gate. Two gates are equal if they have the same function and sources, up to an
+          inversion and the order of sources, or if they have the same truth table. The variables of a truth table are
+          called leaves, and are inputs or gates. A gate with more than `TABULATED_LEAVES` leaves has no table. It is
+          then a leaf in the tables of later gates.
         - Gates on which no output depends are removed.
 
-        Each remaining gate depends on both its sources, unless it is an output that is inverted or constant.
+        Each remaining gate depends on both its sources, except gates that only invert a source for an output or make a
+        constant output.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -177,8 +181,11 @@ class Netlist(ByContent):
         ]
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with the arguments, functions,
-        and errors of `Circuit.to_c`."""
+        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
+
+        The C functions, their arguments, and the errors that they return are as in `Circuit.to_c`. So is the argument
+        `classes` of this method.
+        """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
@@ -186,8 +193,8 @@ class Netlist(ByContent):
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """Return the gates as C tables, the row of each output, and the number of rows.
 
-        A row is the memory for one value in all samples of a block. `first` is the row of the first input, and the rows
-        of the outputs are counted from it.
+        A row is the memory for one value in all samples of a block. `first` is the row of the first input. The rows of
+        the outputs are counted from `first`.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -199,7 +206,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates of each depth by the first output that depends on them, so that values are read from cache."""
+        """Sort the gates of each group by the first output that depends on them, so that values are read from cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -257,8 +264,10 @@ class GateList:
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per index of `places`, and return the sources of the copies' outputs,
-        `(*places, outputs)`. `inputs` has the sources of the copies' inputs."""
+        """Add several copies of a netlist's gates, and return the sources of the copies' outputs, `(*places, outputs)`.
+
+        There is one copy per index of the axes `places`. For each copy, `inputs` has the sources of the copy's inputs.
+        """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
         sources = np.concatenate([inputs, new], axis=-1)
@@ -273,9 +282,9 @@ class GateList:
 class _Builder:
     """Builds a simplified netlist from gates in a normal form.
 
-    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. The literal `2 node` is
-    a node, and `2 node + 1` is its inversion. A gate reads two nodes, the lower one first. It depends on both nodes,
-    and is 0 if both are 0.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A literal is a node or
+    its inversion, as a number: `2 node` is the node, and `2 node + 1` is the inversion. A gate in normal form reads two
+    nodes, the lower number first. It depends on both nodes, and is 0 if both nodes are 0.
     """
 
     def __init__(self, inputs: int):
@@ -289,7 +298,7 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return a literal that equals `function` of the literals a and b. Add a gate if there is none."""
+        """Return a literal that equals `function` of the literals a and b. If no node gives one, add a gate."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace both nodes, or one of them, by the nodes that they read, if at most two nodes remain.
@@ -312,7 +321,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the truth table of a literal as a function of the nodes `first` and `second`."""
+        """Return the truth table, as four bits, of a literal that is a function of the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -345,7 +354,7 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with these literals as outputs. If only a gate's inversion is an output, invert the gate."""
+        """Return a netlist with these literals as outputs. A gate is inverted if only its inversion is an output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

@@ -98,7 +98,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of `words`, and not reserved in C if these are `C_WORDS`."""
+    """Require an identifier that is not one of `words`. If `words` is `C_WORDS`, C must not reserve the identifier."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
@@ -109,7 +109,7 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    """Require a valid name in C and, unless `classes` is None, that it divides the number of outputs."""
+    """Require a name that C allows. If `classes` is not None, require that `classes` divides the number of outputs."""
     check_name(op, name, C_WORDS)
     if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
@@ -251,11 +251,12 @@ int ${name}_classify(const uint8_t *bits) {
 
 
 class Table(NamedTuple):
-    """Gates with the same function, none of which reads another.
+    """Gates with the same function, none of which reads another. A row is memory for one value in a block of samples.
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      reads, writes: the rows from which `gates` counts the rows of sources, and the rows of results.
+      reads: the row from which `gates` counts the rows of sources.
+      writes: the row from which `gates` counts the rows of results.
       gates: the row of each gate's result and the rows of its two sources, `(gates, 3)`.
     """
 
@@ -333,7 +334,7 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """Return a Verilog module of these lines, with the ports x and y, and a `clock` if `clocked`."""
+    """Return a Verilog module with the body `lines` and the ports x and y. If `clocked`, it also has a port `clock`."""
     clock = ["  input wire clock,"] if clocked else []
     ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
     return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

@@ -26,21 +26,23 @@ CENTRE = 4
 class Automaton(ByContent):
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], which are bits after hardening. The circuit has two parts:
+    A cell has `channels` numbers in [0, 1], which are bits if every gate computes one function of bits. The circuit has
+    two parts:
 
-    - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
-      reads this channel of the cell and its eight neighbors, and returns `bits` numbers.
-    - Update: one circuit that reads the cell's channels and then the perceived bits, in the order channel, bit, kernel.
-      It returns the cell's next channels.
+    - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. For one
+      channel, it reads the nine values of the channel in the cell and the cell's eight neighbors, and returns `bits`
+      numbers.
+    - Update: one circuit that reads the cell's channels and then the numbers from perception, in the order channel,
+      bit, kernel. It returns the cell's next channels.
 
-    Make an automaton by `create` or `from_wires`. It is a pytree: an argument of jitted functions, or a constant in
-    them.
+    Make an automaton by `create` or `from_wires`. An automaton is a pytree. Jitted functions take it as an argument, or
+    close over it.
 
     Attributes:
       perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
       update: the wires of each update layer.
-      order: two rows: the gates of each update layer in an order in which neighboring lanes of a GPU kernel read
-        different banks of shared memory, and the position of each gate in this order.
+      order: two rows. The first row has the gates of each update layer in an order in which neighboring lanes of a GPU
+        kernel read different banks of shared memory. The second row has the position of each gate in this order.
       periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
@@ -66,7 +68,7 @@ class Automaton(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates with parameters. Perception gates count once."""
+        """The number of gates with separate parameters. A perception gate counts once, not once per channel."""
         return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
 
     @classmethod
@@ -79,7 +81,7 @@ class Automaton(ByContent):
         periodic: bool,
         seed: int,
     ) -> "Automaton":
-        """Make random wires, as published: `Wires.moore` in the first perception layer, `Wires.unique` in all others.
+        """Make random wires as published: `Wires.moore` in the first perception layer, and `Wires.unique` elsewhere.
 
         Args:
           perception_kernels: the number of perception circuits.
@@ -87,7 +89,8 @@ class Automaton(ByContent):
           update_widths: the number of gates in each update layer, last `channels`.
 
         Raises:
-          ValueError: numbers are below 1 or do not fit together, or `Wires.unique` cannot make a layer.
+          ValueError: an argument is below 1; the first perception width or the last update width is wrong; or
+            `Wires.unique` cannot make a layer.
 
         Example:
           >>> checkerboard = Automaton.create(8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8], False, seed=0)
@@ -118,7 +121,9 @@ class Automaton(ByContent):
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """Make an automaton from wires. The first update layer's inputs determine the number of perception circuits.
+        """Make an automaton from wires.
+
+        The number of perception circuits follows from the number of inputs of the first update layer.
 
         Raises:
           TypeError: a layer is not a `Wires`.
@@ -156,21 +161,22 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the numbers of the perceived bits in the order in which the first update layer reads the bits.
+    """Return the row of each number from perception, in the order in which the first update layer reads the numbers.
 
-    The numbers count in the order bit, kernel, channel. The layer reads in the order channel, bit, kernel.
+    The rows are in the order bit, kernel, channel, and the channel varies fastest. The first update layer reads in the
+    order channel, bit, kernel, and the kernel varies fastest.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return the array `Automaton.order`. If the wires are traced, the gates keep their order."""
+    """Return the array `Automaton.order`. If `jax.jit` traces the wires, the gates keep their order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # The bank of a row of shared memory depends on the row's number modulo the size of an octet. As in `Plan`, each
-        # layer begins at a multiple of this size, and the rows of the last perception layer come after the inputs.
+        # The bank of a row of shared memory depends on the row's number modulo `OCTET`. As in the kernel, each layer
+        # begins at a multiple of `OCTET`, and the rows of the last perception layer come after the inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -1,8 +1,9 @@
 """Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
 
-A gate computes one of 16 functions of two bits a and b. The bits of a function's number, from the highest, are its
-values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). Relaxed to numbers between 0 and 1, each function and each mixture
-of functions is linear in a and in b: `y = c0 + c1 a + c2 b + c3 ab`.
+A gate computes one of 16 functions of two bits a and b, numbered from 0 to 15. In binary, the number is the function's
+truth table: from the highest bit, the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). The relaxation extends a
+function to numbers between 0 and 1 by `y = c0 + c1 a + c2 b + c3 ab`, which equals the function on bits. A relaxed gate
+is a mixture of the 16 functions, and has the same form. Hardening replaces a mixture by its most probable function.
 """
 
 import math
@@ -25,12 +26,12 @@ GATES = 16
 PASS_THROUGH = 3
 """The number of the function `a`."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
-"""The number of parameters per gate."""
+"""Maps each parametrization to the number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
 """The truth tables of the 16 functions, `(16, 4)`."""
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
-"""The matrix from a truth table to c0, c1, c2, c3."""
+"""A matrix with `truth_table @ INTERPOLATION = (c0, c1, c2, c3)`."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 """The coefficients c0, c1, c2, c3 of the 16 functions, `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
@@ -43,7 +44,7 @@ products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the 16 relaxed gates of a and b, by the formulas of the literature."""
+    """Return the 16 relaxed functions of a and b, in the order of their numbers."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -54,34 +55,43 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the coefficients `(gates, 4)` of the 16 functions weighted with the softmax of `(gates, 16)` logits."""
+    """Return the coefficients c0 to c3 of each gate, `(gates, 4)`, from logits `(gates, 16)`.
+
+    A gate is the sum of the 16 functions, weighted with the softmax of its logits.
+    """
     return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return `dlogits = p (u - Σ p u)`, with `p = softmax(logits)` and `u = COEFFICIENTS dc`."""
+    """Return the gradient `p (u - Σ p u)` with respect to the logits, with `u = COEFFICIENTS dc`.
+
+    Here p are the probabilities, the softmax of the logits, and dc is the cotangent of the coefficients.
+    """
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
     # Subtracting a constant from u does not change `u - Σ p u`. If one probability is nearly 1, `Σ p u` is nearly the u
-    # of its function, and the difference would lose its digits. This u is therefore subtracted first.
+    # of the most probable function, and the difference would lose its digits. This function's u is therefore subtracted
+    # first.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients `(gates, 4)` of gates whose parameters `(gates, 4)` determine their truth tables.
+    """Return the coefficients c0 to c3 of each gate, `(gates, 4)`, from parameters of the truth table, `(gates, 4)`.
 
-    A row of the truth table is the sigmoid of one parameter for "input_wise", and the sigmoid of
-    `w0 + w1 A + w2 B + w3 AB` for "walsh", where A and B are ±1.
+    For "input_wise", a row of the truth table is the sigmoid of one parameter. For "walsh", a row is the sigmoid of
+    `w0 + w1 A + w2 B + w3 AB`, with the parameters w, `A = 2 a - 1` and `B = 2 b - 1`.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return `dparameter = r (1 - r) dr` for "input_wise", or `dw = Σ_rows r (1 - r) dr (1, A, B, AB)` for "walsh".
+    """Return the gradient with respect to the parameters, from the cotangent dc of the coefficients.
 
-    r is the value of a row of the truth table, and dr its gradient.
+    Let r be the values of the rows of a truth table, and `dr = INTERPOLATION dc` the cotangent of r. For "input_wise",
+    the gradient has one element per row k: `r_k (1 - r_k) dr_k`. For "walsh", the gradient is
+    `Σ_k r_k (1 - r_k) dr_k v_k`, where the vector v_k is row k of `WALSH`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -114,8 +124,8 @@ def initial_logits(
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
       residual_logit: for "softmax", the logit of the function a; the other logits are 0. The default, 5, gives this
-        function a probability of 0.91. For the other parametrizations, plus or minus this number is the logit of each
-        row of the truth table. The default, log 19, gives rows of 0.95 and 0.05.
+        function a probability of 0.91. For the other parametrizations, each row of the truth table is the sigmoid of
+        plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -138,10 +148,12 @@ def harden(
 ) -> UInt8[Array, "*kernels gates"]:
     """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
-    For "input_wise" and "walsh", each row of the truth table is rounded, and 0.5 becomes 0.
+    For "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5 becomes 0.
 
     Raises:
-      TypeError, ValueError: as in `gate_layer`, or logits are NaN outside of `jax.jit`.
+      TypeError: the logits are not floating.
+      ValueError: the parametrization is unknown; the logits have a wrong shape; or a logit is NaN. NaN is detected only
+        outside of `jax.jit`.
     """
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
@@ -156,7 +168,7 @@ def harden(
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters with which gates compute exactly the given functions on bits: the inverse of `harden`."""
+    """Return parameters of gates that compute exactly the given functions on bits. This is the inverse of `harden`."""
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
         return jnp.where(gates[..., None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)
@@ -167,9 +179,10 @@ def hard_logits(
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
-    """Return the variance of a relaxed gate's output, `Σ_rows r (1 - r)`. It is 0 for a hard gate.
+    """Return the sum, over the rows of a gate's truth table, of the variance `r (1 - r)` of the gate's output.
 
-    r is a row of the truth table: the probability that the gate outputs 1 for the inputs of the row.
+    Here r is the value of a row: the probability that the gate outputs 1 for the inputs of the row. The sum is 0 if the
+    gate computes one function with probability 1.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -187,10 +200,10 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return softmax parameters that harden the gates `hard`, but keep the gradients of relaxed gates.
+    """Return logits for "softmax" that harden the gates where `hard` is true, but keep the gradients of relaxed gates.
 
-    The returned parameters give a gate the coefficients `c + hard * stop_gradient(h - c)`, to 1e-18. Here c are the
-    coefficients of the relaxed gate, and h the coefficients of its most probable function.
+    The logits give a gate the coefficients `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are
+    the coefficients of the relaxed gate, and h the coefficients of its most probable function.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -216,7 +229,9 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return class scores from a layer of gates: the sums of neighboring inputs in `groups` equal groups, over tau.
+    """Return one score per class: the sum of a group of neighboring inputs, divided by tau.
+
+    The last axis is divided into `groups` groups of equal size.
 
     Raises:
       TypeError: x is not floating.

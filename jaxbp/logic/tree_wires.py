@@ -1,4 +1,4 @@
-"""The wires of a convolution of logic gates: the inputs that its trees read."""
+"""The wires of a convolution whose kernels are trees of logic gates: the inputs that the trees read."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ from jaxbp.common.windows import Size
 class TreeWires(ByContent):
     """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
-    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, numbered level by level, with the root last. At the first
-    level, gate g reads leaf 2 g as its a, and leaf 2 g + 1 as its b. At each further level, gate g reads the gates 2 g
-    and 2 g + 1 of the level before.
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, in order level by level, with the root last. Gate g of the
+    first level reads leaf 2 g as its input a, and leaf 2 g + 1 as its input b. Gate g of each further level reads the
+    gates 2 g and 2 g + 1 of the previous level.
 
-    Make the wires once, on the host, by `random` or `from_leaves`. They are a pytree: an argument of jitted functions,
-    or a constant in them.
+    Make the wires once, on the host, by `random` or `from_leaves`. The wires are a pytree. Jitted functions take them
+    as an argument, or close over them.
 
     Attributes:
       leaves: the channel, and the row and column in the window, that each leaf of each kernel reads; int32.
@@ -109,9 +109,9 @@ class TreeWires(ByContent):
     ) -> "TreeWires":
         """Make random trees, each of which reads `channels_per_kernel` channels, or all if there are fewer.
 
-        Give or take one, every channel is read by equally many kernels, and by equally many leaves of a kernel. A
-        kernel reads a position of a channel twice only if more of its leaves read the channel than the window has
-        positions.
+        The numbers of kernels that read each channel differ by at most one. Within a kernel, the numbers of leaves that
+        read each of the kernel's channels differ by at most one. A kernel reads a position of a channel twice only if
+        more of its leaves read the channel than the window has positions.
 
         Raises:
           ValueError: a count is below 1.
@@ -129,7 +129,8 @@ class TreeWires(ByContent):
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Leaves of different channels alternate, so that the surplus leaves cut off at the end differ in channel.
+        # Leaves of different channels alternate. The surplus leaves, which are cut off at the end, therefore come from
+        # different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
@@ -141,7 +142,7 @@ def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return different channels for each kernel. Channels occur equally often, give or take one."""
+    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by at most one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:

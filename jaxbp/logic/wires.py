@@ -19,27 +19,31 @@ from jaxbp.common.content import ByContent
 class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    The gradient with respect to an input is a sum over its consumers. Consumer 2 g of an input is gate g if it reads
-    the input as its a, and consumer 2 g + 1 is gate g if it reads the input as its b. The consumers of input i are
-    `consumers[offsets[2 i] : offsets[2 i + 2]]`, with even numbers up to `offsets[2 i + 1]`.
+    A consumer is one reading of an input by a gate, encoded as a number. Consumer 2 g is gate g reading its input a,
+    and consumer 2 g + 1 is gate g reading its input b. The gradient with respect to an input is a sum over its
+    consumers. The consumers of input i are `consumers[offsets[2 i] : offsets[2 i + 2]]`. The even consumers come first,
+    and the odd consumers begin at `offsets[2 i + 1]`.
 
     Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The dataclass constructor does not
-    check its arguments. Wires are a pytree: an argument of jitted functions, or a constant in them.
+    check its arguments. Wires are a pytree. Jitted functions take them as an argument, or close over them.
 
-    The trail is an order of the gates in which most neighboring gates share an input, which is then often still in the
-    cache of a kernel. The trail goes through each gate from one of the gate's inputs to the other.
+    The inputs and gates form a graph: each input is a node, and each gate is an edge between the two inputs that it
+    reads. The trail consists of walks in this graph that together pass through each gate once. A walk leaves one input
+    of a gate and reaches the gate's other input, where it takes the next gate. Most neighboring gates of the trail
+    therefore share an input, and a GPU kernel that follows the trail often finds this input in the cache.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
       consumers: the consumers of all inputs, one input after the other.
       partners: for each consumer, the other input of its gate.
-      offsets: the indices in `consumers` at which the even and the odd consumers of each input begin, and the length of
-        `consumers`.
-      trail: three rows: the gates in the order of the trail, their inputs a, and their inputs b.
+      offsets: for each input, the index in `consumers` at which its even consumers begin, and the index at which its
+        odd consumers begin. The last offset is the length of `consumers`.
+      trail: three rows: the gates in the order of the trail, the input a of each, and the input b of each.
       trail_inputs: the inputs in the order in which the trail first reaches them.
-      trail_consumers, trail_partners: the consumers and partners, with the inputs in the order of `trail_inputs`. Among
-        an input's consumers, the gates through which the trail leaves the input come first.
-      trail_places: for each gate, the index in `trail_consumers` at which the trail leaves an input through this gate.
+      trail_consumers, trail_partners: like `consumers` and `partners`, but with the inputs in the order of
+        `trail_inputs`. Among an input's consumers, those through which the trail leaves the input come first.
+      trail_places: for each gate, the index in `trail_consumers` of the consumer through which the trail leaves an
+        input and passes through this gate.
       inputs: the number of inputs, also counting inputs that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
@@ -63,13 +67,16 @@ class Wires(ByContent):
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have equally many consumers. If this number is even, the trail leaves each input through
-        half of its consumers."""
+        """Whether all inputs have equally many consumers. If the number of consumers per input is even, the trail
+        leaves each input through half of the input's consumers."""
         return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
-        """The position of each gate among the consumers of its a, and of its b, `(2, gates)`, on the host."""
+        """For each gate, its positions among the consumers of its input a, and among the consumers of its input b.
+
+        The shape is `(2, gates)`. The array is on the host.
+        """
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -84,7 +91,7 @@ class Wires(ByContent):
         """Make wires where gate g reads a[g] and b[g].
 
         Raises:
-          TypeError: a or b does not have integers.
+          TypeError: a or b does not contain integers.
           ValueError: a and b are empty, are not vectors of one length, or are not in [0, inputs).
         """
         inputs = checks.count("Wires.from_pairs", "inputs", inputs)
@@ -124,7 +131,7 @@ class Wires(ByContent):
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Make random wires that read every input equally often, give or take one. A gate may read one input twice.
+        """Make random wires. The inputs' numbers of consumers differ by at most one. A gate may read one input twice.
 
         Raises:
           ValueError: there are no inputs or no gates.
@@ -138,8 +145,8 @@ class Wires(ByContent):
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
         """Make random wires in which no two gates have the same pair of inputs, in either order.
 
-        Every input is read. If the gates are at most a quarter of all pairs, every input is read equally often, give or
-        take one.
+        At least one gate reads each input. If the number of gates is at most a quarter of the number of pairs, the
+        inputs' numbers of consumers differ by at most one.
 
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
@@ -172,8 +179,8 @@ class Wires(ByContent):
     def moore(cls, seed: int | None = None) -> "Wires":
         """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
 
-        Each gate reads one neighbor as its a, and the center as its b. `seed` shuffles the gates, which otherwise have
-        the order of the cells.
+        Each gate reads one neighbor as its input a, and the center as its input b. `seed` shuffles the gates. Without a
+        seed, the gates have the order of the cells.
 
         Source: as in `jaxbp.automaton_step`.
         """
@@ -184,11 +191,12 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which the trail leaves inputs, and the inputs in the order of the trail.
+    """Return the consumers through which the trail of `Wires` leaves inputs, and the inputs in the order of the trail.
 
-    Gates are the edges of a graph whose nodes are inputs. A walk follows gates that are not yet taken, until it reaches
-    an input without such gates. The next walk begins at the same start, or at the next input with such a gate. If all
-    inputs have an even number of consumers, every walk ends where it began.
+    Gates are the edges of a graph whose nodes are inputs, and a gate is free if no walk has taken it. A walk takes free
+    gates until it reaches an input without a free gate. If the walk's first input still has a free gate, the next walk
+    begins there, else at the next input with a free gate. If all inputs have an even number of consumers, every walk
+    ends where it began.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
@@ -214,7 +222,7 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return random pairs, `(2, pairs)`, in which every input occurs once, or one of an odd number twice."""
+    """Return random pairs, `(2, pairs)`, with every input once. If `inputs` is odd, one input occurs twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
@@ -222,13 +230,13 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the index at which each different pair, in either order, first occurs."""
+    """Return the index at which each different pair first occurs. The order of the two inputs does not matter."""
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
 
 
 def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange b's at random until no pair occurs twice and no gate reads one input twice."""
+    """Exchange the inputs b of gates at random until no pair occurs twice and no gate reads one input twice."""
     while True:
         wrong = np.ones(a.size, bool)
         wrong[_first_of_each_pair(a, b)] = False

@@ -1,4 +1,4 @@
-"""Turn a function into a function of its floating arrays, each with a name for reports."""
+"""Turn a function of pytrees into a function of its floating arrays, and name each array for reports."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function from its floating arrays to its floating results."""
+        """Return a function from the floating arrays to the floating results of `function`. Other arrays are fixed."""
 
         def call(*values):
             values = iter(values)
@@ -75,7 +75,7 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
-        # A NumPy array of integers is a constant that programs for any device can use.
+        # If integers are NumPy arrays, they are constants that programs for any device can use.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
     return Arguments(tuple(names), tuple(leaves), structure)
 
@@ -90,7 +90,11 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function` with `implementation=None` bound if it takes no "autodiff", as in other packages."""
+    """Return `function`, with `implementation=None` bound if `implementation` has another meaning than in jaxbp.
+
+    The meaning is taken to differ if the function raises an error other than `NotImplementedError` with "autodiff", but
+    no error with None.
+    """
     if not takes_implementation(function):
         return function
     arguments = take_apart(function, args)

@@ -9,7 +9,10 @@ PERCENT = 0.1
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return in a few words how an array `a` differs from the right one `e`, or an empty string."""
+    """Return in a few words how an array `a` differs from the expected array `e`.
+
+    `wrong` is the mask of elements that differ by too much. The result is empty if no description fits.
+    """
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""

@@ -57,26 +57,31 @@ def check(
 
     - Order 0: the value, as computed while differentiating, must equal the value of the forward in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
-      float64. If central differences contradict autodiff with two step sizes, the differences are expected instead.
-    - Orders 2 and 3: the same for the gradient of `Σ c (y + y²/2)`, differentiated along random directions.
+      float64. If central differences with two step sizes contradict autodiff, the central differences are expected
+      instead.
+    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)`, differentiated once or twice along random directions, is
+      compared in the same way.
 
     If a backward is hand-written, values and gradients are also computed outside `jit`, under `vmap` and
     `jax.checkpoint`, and with one array passed as all arguments of its shape. Gradients are also compared on added
-    data. `added` names this data:
+    data. A kink is a point at which the slopes on the two sides differ. `added` names the added data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds.
-      Also -0 and subnormal numbers.
-    - "ties": few different numbers. "zeros": zeros only. "large": numbers up to 300, in one argument at a time.
-    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data has one of these.
+    - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds;
+      and arguments with -0 and subnormal numbers.
+    - "ties": few different numbers.
+    - "zeros": zeros only.
+    - "large": numbers up to 300, in one argument at a time.
+    - "dtypes": the user's data and large numbers in bfloat16 and float16; or in float32, if the user's data has one of
+      these two dtypes.
 
-    Added data keeps the ranges of positive arguments, of arguments in [0, 1], and of rows that sum to 1. For an op with
-    other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on the user's
-    data, it is not tried on added data.
+    If an argument is positive, or lies in [0, 1], or has rows that sum to 1, its added data does so as well. For an op
+    with other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on the
+    user's data, it is not tried on added data.
 
     Products of float32 arrays are computed in full precision. If the forward computes in a narrower dtype than its
     arguments, the tolerance of the narrower dtype applies. A number beyond the tolerance fails only if neither rounding
-    nor a kink explains it (`jaxbp.verify.judge`). An argument of `stop_gradient` counts as a constant.
+    nor a kink explains the difference (`jaxbp.verify.judge`). An argument of `stop_gradient` counts as a constant.
 
     Args:
       op: a `Pair`, an `Op`, or any other function.
@@ -84,19 +89,19 @@ def check(
         arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: the implementations to check; by default all. If an implementation does not take the arguments,
         it is skipped with the reason.
-      order: 1 for values and gradients only, which takes the least time, 2 or 3.
-      kinks: values at which the op may have a kink.
+      order: the highest order to check: 1, 2 or 3. Order 1, values and gradients only, takes the least time.
+      kinks: values of an argument at which the op may have a kink.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
         two sides passes.
       added: the names of the data to check in addition to the user's.
       cases: more cases to check. A case is a dict of other options, such as `{"stride": 2}`, or a pair of other
         arguments and their options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument that finite differences move, evenly spread. The other elements
-        are compared with autodiff.
+      most_elements: the number of elements per argument, evenly spread, whose gradients finite differences confirm. The
+        other elements are compared with autodiff only.
       gradient_of: a function of the same arguments and options whose derivative the backward must compute, if it is
-        deliberately not the forward's: `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then
-        1, and "autodiff" is not checked.
+        deliberately not the forward's derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`.
+        The order is then 1, and "autodiff" is not checked.
 
     Returns:
       A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.

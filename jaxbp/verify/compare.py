@@ -21,18 +21,18 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 
 BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""Maps a dtype to the relative difference that another order of sums may cause."""
+"""Maps a dtype to the relative difference that summing in another order may cause."""
 TF32 = 1e-2
-"""The allowed relative difference on a GPU, where tensor cores round products by default."""
+"""The allowed relative difference on a GPU, where tensor cores round the factors of products to TF32 by default."""
 AS_FAST = 1.05
-"""Times whose ratio is below this count as equal."""
+"""Two times count as equal if their ratio is below this number."""
 HOST_BOUND = 0.05
 """If the host waits for the device for less than this fraction of the time, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, with the reference first. Its text has a verdict and two tables."""
+    """The findings of `compare`, with the reference first. `str` returns the verdict and two tables."""
 
     function: str
     device: str
@@ -164,10 +164,10 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation. The sum of all results is differentiated, with each element of a
-    non-scalar result multiplied by a random number. The Hessian's product with a random direction uses forward over
-    reverse mode, or reverse over reverse if a custom rule has no forward mode. If a function does not pass
-    `implementation=` on, two implementations compile to the same program, and the report says so.
+    The costs are time, memory, and compilation time. The sum of all results is differentiated, with each element of a
+    non-scalar result multiplied by a random number. The Hessian of this sum is multiplied by a random direction, in
+    forward over reverse mode. If a custom rule has no forward mode, reverse over reverse mode is used. If a function
+    does not pass `implementation=` on, two implementations compile to the same program, and the report says so.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
@@ -178,10 +178,11 @@ def compare(
       seconds: the least duration of a round of timing, in seconds.
 
     Returns:
-      A `Comparison`. If an implementation fails, it contains the reason, and the others are still compared.
+      A `Comparison`. If an implementation fails, the `Comparison` contains the reason, and the others are compared.
 
     Raises:
-      ValueError: nothing can be differentiated. Errors of the reference are raised unchanged.
+      ValueError: there is no floating argument to differentiate with respect to. Errors of the reference are raised
+        unchanged.
     """
     require_function("compare", "function", function)
     require_several("compare", "implementations", implementations)

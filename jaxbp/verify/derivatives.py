@@ -26,11 +26,12 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along directions.
-    Because of the square, dy depends on y, and the backward is differentiated with respect to dy as well.
+    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated `order - 1`
+    times, each time along one direction. The square in this sum makes the cotangent, `dy = c (1 + y)`, depend on y.
+    Therefore, the backward is differentiated with respect to dy as well.
 
-    The mode is forward over reverse, or reverse over reverse with `reverse`. A backward that calls an op with a
-    hand-written backward has no forward mode.
+    The gradient is differentiated in forward mode, or with `reverse` in reverse mode. A backward that calls an op with
+    a hand-written backward has no forward mode.
     """
 
     def gradient(values, cotangents):
@@ -58,7 +59,8 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
-    The modes (False for forward, True for reverse) are tried in turn. `transform` changes each program.
+    To differentiate the gradients, `modes` are tried in turn: False is forward mode, and True is reverse mode. Each
+    program is passed through `transform` before it is compiled.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results at order 0, the gradients at order 1, or `derivative` from order 2 on."""
+        """Return the results at order 0, the gradients at order 1, or the result of `derivative` at higher orders."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
@@ -93,9 +95,11 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled. Above order 1, the derivative must have been computed before.
+        """Return the program for an order, not compiled.
 
-        Without the square, the program for the orders 0 and 1 returns both results and gradients.
+        The orders 0 and 1 share a program, which returns both results and gradients. With `square`, the program for
+        order 1 instead returns the gradient of `Σ c (y + y²/2)`. Before a higher order is requested, the derivative of
+        this order must have been computed once, which selects the mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__
@@ -117,7 +121,7 @@ def float64() -> Iterator[None]:
 
 
 def scale_of(a: np.ndarray) -> float:
-    """Return the largest finite absolute value, or 1 if all elements are 0."""
+    """Return the largest finite absolute value, or 1 if this value is 0 or there is none."""
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 

@@ -1,4 +1,4 @@
-"""Finite differences of `Σ c y`, results y times cotangents c, which confirm, contradict, or replace a gradient."""
+"""Finite differences of `Σ c y`, with results y and cotangents c. They confirm, contradict, or replace a gradient."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,8 +24,10 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
 
     Attributes:
-      central, right, left: the slopes for steps in both directions, up, and down.
-      low, high: the sums, over all terms of `Σ c y`, of the smaller and of the larger of the two one-sided slopes.
+      central: the slopes between a step up and a step down.
+      right, left: the one-sided slopes, for a step up and for a step down.
+      low: the sum, over all terms of `Σ c y`, of the smaller of the term's two one-sided slopes.
+      high: the sum of the larger of each term's two one-sided slopes.
       noise: the rounding error of the slopes, counting only results that change with the element.
       noise_of_all: the rounding error of the slopes, counting all results. A step may be too small to change a result.
     """
@@ -42,7 +44,7 @@ class Slopes:
 class Differences:
     """Computes slopes of `Σ c y`, given the relative rounding error `eps` of y.
 
-    `moved(values, base)` is the function at `values`, with arguments of `stop_gradient` taken at `base`.
+    `moved(values, base)` returns the results y at `values`. Arguments of `stop_gradient` keep their values at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -67,7 +69,7 @@ class Differences:
         largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
 
         def with_element(index, value):
-            # With masks for the moved argument, one compiled program serves all arguments.
+            # The moved argument is selected by masks, so that one compiled program serves all arguments.
             return [
                 jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
                 for a, mask in zip(values, masks, strict=True)
@@ -91,16 +93,16 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
 
-    An element is confirmed if its slope with any step size equals autodiff's gradient. A large step may cross a kink,
-    and a small step may show only rounding errors.
+    An element is confirmed if its slope with one of the step sizes equals autodiff's gradient. Several step sizes are
+    tried, because a large step may cross a kink, and a small step may show only rounding errors.
 
-    An element is contradicted if the slopes with two successive step sizes agree, the left and the right slope agree,
-    and they differ from autodiff's gradient by more than rounding explains. The slope is then expected. Otherwise, such
-    as at a kink, autodiff's gradient is expected.
+    An element is contradicted if three conditions hold: its slopes with two successive step sizes agree, its left and
+    right slopes agree, and its slope differs from autodiff's gradient by more than rounding explains. The slope is then
+    expected. Otherwise, such as at a kink, autodiff's gradient is expected.
 
     Args:
       steps: the largest step of each element.
-      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
+      look: `(which, steps) -> Slopes`, which computes the slopes of the elements with the indices `which`.
       error: returns the rounding error of `Σ c y`.
       rtol: the relative difference up to which two slopes count as equal.
     """
@@ -136,8 +138,8 @@ def confirmed(
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
     """Return the slopes of elements at which autodiff is not finite.
 
-    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. If neither side has a slope, or
-    the two sides disagree, the result is NaN.
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. If only one side has a slope,
+    this slope is the result. If neither side has a slope, or the two sides disagree, the result is NaN.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

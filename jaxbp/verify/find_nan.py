@@ -64,11 +64,12 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
     The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
-    custom rules, loops, and branches. A kernel and a `shard_map` count as one operation. Operations may round
+    custom rules, loops, and branches. A kernel or a `shard_map` counts as one operation. Operations may round
     differently when they are not compiled together.
 
-    A value counts only if a result or a gradient is not finite because of it. Infinite constants, such as the -inf of a
-    mask, and infinite values made from them do not count. A NaN made from them does.
+    A value counts only if a result or a gradient is not finite because of this value. Infinite constants, such as the
+    -inf of a mask, do not count, nor do infinite values made from infinite constants. A NaN made from an infinite
+    constant counts.
 
     Args:
       function: a function that JAX can trace and differentiate in reverse mode. Its results are a pytree of arrays.
@@ -76,8 +77,8 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
       options: static keyword arguments of the function.
 
     Returns:
-      The operation, or None if all results and gradients are finite. An argument that is not finite counts as an
-      operation.
+      The operation; or None if all results and gradients are finite, or only constants make them infinite. An argument
+      that is not finite counts as an operation.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.
@@ -108,7 +109,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the program. `origin` is the operation that made it not finite, unless a constant did."""
+    """An array of the program. `origin` is the operation that made the array not finite, or None if there is none."""
 
     array: Any
     origin: NonFinite | None = None
@@ -144,7 +145,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     is_constant = all(a.is_constant for a in inputs)
     if is_constant or all(map(_finite, results)):
         return [_Value(a, is_constant=is_constant) for a in results]
-    # The result of the compiled loop is not finite, so its iterations run one after another.
+    # A result is not finite. If the equation is a loop, its iterations run again one by one, to find the origin.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
     if not any(origins):
         origins = [_origin(equation, inputs, results, place)] * len(results)
@@ -212,7 +213,7 @@ def _op_in(scope: str) -> tuple[str, str]:
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost lines outside of JAX and jaxbp, and in jaxbp, or ""."""
+    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp. A missing line is ""."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -1,6 +1,6 @@
-"""Run a traced program equation by equation, with a rule that computes the results of each equation.
+"""Run a traced program, a jaxpr, equation by equation, with a rule that computes the results of each equation.
 
-A variable's value is an array, or a pytree of arrays if the rule needs several arrays per variable.
+The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program. `constant` converts its constants to values for the rule."""
+    """Return the results of a program. `constant` converts the program's constants to values for the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -58,9 +58,10 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, a loop, or a branch, with the rule applied to inner equations; else None.
+    """Evaluate a call, a loop, a branch, or a `shard_map`, with the rule applied to its inner equations.
 
-    If a value is a pytree, its first array decides conditions.
+    For any other equation, return None. If values are pytrees, the first array of a condition's pytree decides which
+    branch runs, and whether a loop ends.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -105,7 +106,7 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules."""
+    """Return `function` without its custom derivative rules, so that autodiff differentiates the forward instead."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -140,7 +141,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the numbers of constants and of carried values of a scan, which JAX 0.12 has in a tree."""
+    """Return the number of constants and the number of carried values of a scan. JAX 0.12 has both in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

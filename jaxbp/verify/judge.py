@@ -1,14 +1,17 @@
 """Decide whether a result is wrong, without mistaking rounding or a kink for an error.
 
-A number passes if its difference from the expected number is within the tolerance, or if one of these conditions holds:
+A number passes if its difference from the expected number is within the tolerance, or if one of these conditions holds.
+A kink is a point at which the slopes on the two sides differ.
 
-- Autodiff of the forward in the same dtype gives the same number, or it overflows.
+- Autodiff of the forward in the same dtype gives the same number, or autodiff overflows.
 - The error is at most `ALLOWED` times autodiff's error, or `ALLOWED` times the change that random roundings make in
   autodiff's gradient (`jaxbp.verify.rounding`).
 - The number is not finite, and a term overflows. A term is the part of the gradient that comes from one result.
-- There is a kink within rounding error of the data, and the number lies between the float64 gradients around it. A kink
-  exactly at the data, such as a tie, counts only in half precision, or if the op need not have autodiff's slope.
-- There is a kink at the data, and autodiff with other roundings gives the same terms of the gradient.
+- There is a kink within rounding error of the data, and the number lies between the float64 gradients at points around
+  the data. A kink exactly at the data, such as a tie, counts only in half precision, above order 1, or if the op need
+  not have autodiff's slope.
+- There is a kink at the data. If the gradient is divided into parts, each from some of the results, then each part lies
+  between the parts that autodiff with random roundings gives.
 """
 
 import dataclasses
@@ -25,27 +28,29 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's rounding error is measured on `SAMPLES` data sets that differ from the user's data by at most the fraction
-`NEAR`. An error of up to `ALLOWED` times the measured error passes."""
+"""Autodiff's rounding error is measured on `SAMPLES` data sets, whose elements differ from the checked data by at most
+the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements for which a common factor counts as a mistake."""
+"""A common factor counts as a mistake only if the gradient has at least this number of elements."""
 MOST = 32
 """The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`: parts of the results, sets of other roundings, elements of all gradients."""
+"""Limits of `_decided_by_rounding`: the numbers of parts, of runs with random roundings, and of elements of the
+gradients of all parts."""
 ROUNDINGS = 16
 """The largest distance of a kink near the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
 """The largest distance of a kink at the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient jumps if it changes over a distance of `KINK_WIDTH` times an argument's largest element. At most
-`KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
+"""A change of a gradient is a jump if it happens within a distance of `KINK_WIDTH` times an argument's largest element.
+To find jumps, an interval is halved repeatedly. At most `KINKS_LOOKED_AT` elements are tested. Tested elements ×
+halvings × elements of all arguments are at most `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """An array `a`, and the array `e` to compare with, which differs from the expected array only at kinks."""
+    """A result `a`, and the array `e` with which `a` is compared. `e` differs from the expected array only at kinks."""
 
     point: Point
     expected: Expected
@@ -69,7 +74,7 @@ class Judge:
     Args:
       autodiff: the programs of autodiff in the dtype of the arguments; or None.
       convention: whether the op must have autodiff's slope at a kink.
-      precision: the dtype that the forward computes in, if it has less precision than the arguments.
+      precision: the dtype in which the forward computes, if this dtype has less precision than the arguments.
     """
 
     def __init__(
@@ -88,7 +93,10 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare `actual`, which `checked` computed, with the i-th expected array, and return `CheckRow`'s fields."""
+        """Compare an array with the i-th expected array, and return the fields of a `CheckRow`.
+
+        The programs `checked` computed the array `actual`.
+        """
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -115,7 +123,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return two masks: elements that must have the expected number, and elements that cannot be decided."""
+        """Return two masks: elements that must equal the expected number, and elements for which this is unknown."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # If the arguments are finite, NaN is never expected. An infinite gradient is expected only if the op must have
         # autodiff's slope at a kink.
@@ -137,7 +145,8 @@ class Judge:
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
         if autodiff is not None and not self._sees_kinks(point, order, dtype):
             as_autodiff = excess_and_difference(a, autodiff, case.tolerance)[0] <= 1
-            # If the function has custom rules, autodiff may overflow where the rules need not.
+            # If the function has custom rules, autodiff may overflow where the rules avoid an overflow. Autodiff's
+            # overflow is then no excuse.
             as_autodiff &= np.isfinite(autodiff) | self.reference.independent
             if self.reference.independent:
                 as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
@@ -234,7 +243,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return which elements of `a` lie between the slopes at a kink, the reason, and a hint or None."""
+        """Return the mask of elements of `a` between the slopes at a kink, the reason, and a hint or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -278,7 +287,10 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return which elements of the i-th gradient could come from autodiff with other roundings."""
+        """Return the mask of elements of the i-th gradient that autodiff with other roundings could give.
+
+        The results are divided into parts, and the gradient of each part is compared.
+        """
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -300,7 +312,8 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # If a number is missing from the gradient of one argument, it must appear in another's.
+            # At a tie between arguments, a number may move from one argument's gradient to another argument's gradient,
+            # but it must not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -308,9 +321,10 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return points near the given point, and the i-th gradient at each of them and, last, at the given point.
+        """Return points near the given point, and the i-th gradient at each of these points.
 
-        At some points, one element moves further than all others, which breaks a tie.
+        The last gradient is at the given point. From the given point to some of the others, one element moves further
+        than all other elements, which breaks a tie.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -343,10 +357,11 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return for which elements the sums along each axis are among the sums of the gradients `found` nearby.
+    """Return the mask of elements for which `a`, summed along any axis, is within the range of the sums of `found`.
 
-    A tie may divide the gradient among equal elements, but it must divide all of it. The slack is large because few
-    points cannot break many ties in every combination.
+    `found` has the gradients at nearby points. At a tie, an op may divide the gradient among equal elements, but the
+    shares must add up to the whole gradient. The slack is large because few points cannot break many ties in every
+    combination.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

@@ -1,7 +1,8 @@
 """Evaluate a program in float64 although it computes in a narrower dtype.
 
-A function may convert its arguments, as in `x.astype(float32)` or `preferred_element_type=float32`. The steps of finite
-differences are smaller than one rounding in float32, and would be lost.
+A function may convert its arguments to a narrower dtype, as in `x.astype(float32)` or
+`preferred_element_type=float32`. The steps of finite differences are smaller than one rounding in float32, and would be
+lost in this conversion.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class CannotLiftError(NotImplementedError):
 
 
 def lifted(function: Callable) -> Callable:
-    """Return `function` with every floating number of its program in float64. It is traced when it is called.
+    """Return `function` with every floating number of its program in float64. Each call traces `function` again.
 
     Raises:
       CannotLiftError: when called, if a kernel or a callback of the program has a narrower result.
@@ -39,7 +40,7 @@ def narrowest(*programs: Any) -> np.dtype | None:
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floating values that depend on the variables `moved`, and add their variables to it."""
+    """Return the dtypes of floating values that depend on the variables `moved`. Add all dependent variables to it."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

@@ -16,7 +16,7 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU, between which the device does not wait for the host."""
+"""The number of calls in one timed program on a GPU. The device does not wait for the host between these calls."""
 KINDS = ("value", "gradient", "hessian product")
 
 
@@ -27,8 +27,8 @@ class Difference:
     Attributes:
       kind: one of `KINDS`.
       name: the name of the result, or of the argument with respect to which a derivative is taken.
-      absolute: the largest difference of an element; infinite if only one number is NaN.
-      relative: `‖a - reference‖ / ‖reference‖`.
+      absolute: the largest difference of an element; infinite if an element is NaN in only one of the two arrays.
+      relative: `‖a - reference‖ / ‖reference‖`, where a is the array.
     """
 
     kind: str
@@ -94,10 +94,11 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return functions for the gradients, and for the product of the Hessian and a direction.
+    """Return three functions: one for the gradients, and two for the product of the Hessian and a direction.
 
-    The first is `(leaves, cotangents) -> (results, gradients)`. The other two are
-    `(leaves, cotangents, direction) -> product`, by forward over reverse mode, and by reverse over reverse mode.
+    The first function is `(leaves, cotangents) -> (results, gradients)`. The second and the third are
+    `(leaves, cotangents, direction) -> product`. The second uses forward over reverse mode, and the third uses reverse
+    over reverse mode. Derivatives are taken with respect to the leaves with the indices `chosen`.
     """
 
     def of_chosen(leaves, function):
@@ -139,7 +140,7 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each earlier program to its implementation, and gets this program.
+      programs: maps the text of each earlier program to its implementation. This program is added.
       may_fail: whether the result describes an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

@@ -21,9 +21,9 @@ class Point:
     """Arguments of an op and cotangents of its results, in float64 but rounded to the dtypes that the op takes.
 
     Attributes:
-      of: the index of the argument whose elements were changed, if only one argument was changed; else None.
+      of: the index of the argument with elements at kinks, if the point was made for one argument; else None.
       kinks: whether some numbers lie exactly where the op may have a kink.
-      maybe_undefined: whether to ignore expected numbers that are not finite.
+      maybe_undefined: whether the op may be undefined here. Expected numbers that are not finite are then ignored.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator unlike any that a user makes with the same seed."""
+    """Return a generator whose numbers differ from those of a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -51,7 +51,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data, and then the data that `added` names, in the ranges that `check` promises."""
+    """Yield the user's data `own`, and then the data that `added` names, in the ranges that `check` describes."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -82,7 +82,11 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point at which the arguments `same` all equal the one with the narrowest range."""
+    """Return a point at which all arguments in `same` are one array, which is valid for each of these arguments.
+
+    Rows that sum to 1 are narrower than [0, 1], which is narrower than positive numbers. The array is the argument with
+    the narrowest of these ranges.
+    """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -125,7 +129,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0, a subnormal number, and its negative, but keep the range of signs."""
+    """Replace three elements by -0 and by subnormal numbers of the signs that the array has."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -148,7 +152,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers from 3 to 300 with the array's signs; or the array, if it lies in [0, 1]."""
+    """Return random numbers with magnitudes from 3 to 300 and the array's signs; or the array, if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

@@ -1,4 +1,4 @@
-"""Run an implementation as users do: with or without `jit`, `vmap`, and `remat`, or with one array as two arguments."""
+"""Run an implementation as users do: with or without `jit`, `vmap`, and `remat`, or with one array several times."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,10 @@ class Programs:
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return values and gradients for each point, in one `vmap`, or under `jax.checkpoint` with `remat`."""
+        """Return the values and gradients at each point.
+
+        With `vmap`, all points are computed in one call. With `remat`, the function runs under `jax.checkpoint`.
+        """
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]

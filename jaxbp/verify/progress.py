@@ -8,7 +8,7 @@ SILENT, EVERY = 1.0, 0.2
 
 
 class Progress:
-    """Shows the progress in one line on stderr, if it is a terminal, and erases the line at the end."""
+    """Shows the progress in one line, if stderr is a terminal, and erases the line at the end."""
 
     def __init__(self, name: str):
         self._name, self._next, self._width = name, time.monotonic() + SILENT, 0

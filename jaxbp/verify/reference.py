@@ -1,4 +1,4 @@
-"""Expected gradients in float64, by autodiff and confirmed by finite differences."""
+"""Expected gradients in float64, computed by autodiff and confirmed by finite differences."""
 
 import dataclasses
 import functools
@@ -38,8 +38,8 @@ class Expected:
       order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
       against: how the arrays were computed.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: masks, true where finite differences contradict autodiff and are expected instead.
-      undecided: masks, true where autodiff is not finite and finite differences decide nothing; or None.
+      contradicted: masks, true where finite differences contradict autodiff. The finite differences are then expected.
+      undecided: masks, true where autodiff is not finite and finite differences give no slope either; or None.
     """
 
     order: int
@@ -96,7 +96,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifting.lifted`, or the identity and larger steps if the program cannot compute in float64."""
+        """Return `lifting.lifted`. If it cannot lift the program, return the identity, and make steps larger."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -132,7 +132,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and gradients. Finite differences confirm about `most` elements per argument.
+        """Return the expected values and gradients. Finite differences confirm the gradients.
+
+        About `most` elements per argument are confirmed.
 
         `steps` has one step size per argument. None means a step in proportion to the argument's largest element.
         """
@@ -201,7 +203,7 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return, in float64, the results (order 0), the gradients (order 1), or `derivatives.derivative` (above)."""
+        """Return the results (order 0), gradients (order 1), or `derivatives.derivative` (higher orders) in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -216,7 +218,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far each element of `derivative` moves if the arithmetic is rounded to `dtype`."""
+        """Return how far each element of the result of `derivative` moves if the arithmetic is rounded to `dtype`."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -226,9 +228,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return `rounding.rounded_otherwise` of the gradients, of shapes `(1 + runs, parts, ...)`.
+        """Return the gradients for several cotangents, computed once exactly and then with random roundings.
 
-        `parts` has one array per result of the op, with one cotangent per part along its first axis.
+        `parts` has one array per result of the op. The first axis of each array has one cotangent per part. The
+        gradients have the shapes `(1 + runs, parts, ...)`. For `settings`, see `rounding.rounded_otherwise`.
         """
 
         def gradients(values, parts):
@@ -249,10 +252,11 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return by how much elements of the i-th derivative jump between the point `values` and the points `ends`.
+        """Return the jumps of elements of the i-th derivative between the point `values` and each of the points `ends`.
 
-        `indices` has one flat index per end. The interval between two points is halved `halvings` times, and the half
-        with the larger change is kept. In the end, only a jump changes the derivative.
+        For each end, `indices` has the index of one element in the flattened derivative. The interval from `values` to
+        the end is halved `halvings` times, and the half in which the element changes more is kept. A smooth change
+        shrinks with the interval, so the change over the last interval is the jump.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -298,7 +302,10 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of `most` elements, and of elements where custom rules differ from autodiff."""
+        """Return the flat indices of `most` evenly spread elements, and of elements that custom rules change.
+
+        Custom rules change an element if its gradient differs from autodiff without custom rules.
+        """
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -311,7 +318,10 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function that computes the flat `Derivatives.with_square` at other values."""
+        """Return a function of moved values, which computes `Derivatives.with_square` there, flattened.
+
+        Arguments of `stop_gradient` are fixed at `values`.
+        """
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
@@ -329,7 +339,11 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return a forward that takes float64, its results' shapes and dtypes, and whether it is "autodiff"."""
+    """Return a forward that takes float64, the shapes and dtypes of its results, and a boolean.
+
+    The forward is from the first implementation that takes float64. The boolean is true if this implementation is
+    "autodiff".
+    """
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -383,7 +397,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return the floating constants of a program from 1e-3 to 1e3. Others are limits of dtypes."""
+    """Return the floating constants of a program with magnitudes from 1e-3 to 1e3, which excludes limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

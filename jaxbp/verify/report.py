@@ -22,14 +22,15 @@ class CheckRow:
 
     Attributes:
       argument: the name of the argument or of the result, or "all" for all of them together.
-      order: 0 for a value, 1 for a gradient, 2 and 3 for its first and second derivative.
+      order: 0 for a value, 1 for a gradient, 2 and 3 for the first and the second derivative of the gradient.
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       elements: the number of elements compared.
-      absolute, relative: the largest difference, also divided by the largest expected element.
-      index: the index of the element whose error is largest relative to its allowed error.
-      analytic, numeric: the result and the expected number at this index.
-      inputs: the name of each argument, and its value at this index.
+      absolute: the largest difference of an element from the expected element.
+      relative: the largest difference, divided by the largest expected element.
+      index: the index of the element whose difference is largest relative to the allowed difference.
+      analytic, numeric: the result at this index, and the expected number at this index.
+      inputs: the name of each argument, and the argument's value at this index.
       reason: a description of the mistake, or why the array was skipped, is inconclusive, or passes although it exceeds
         the tolerance.
       data: the name of the data: `USER_DATA`, or added data.
@@ -74,7 +75,7 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check. It is true if no row failed. Its text has one line per implementation.
+    """The rows of a check. The result is true if no row failed. Its text has one summary per implementation.
 
     Attributes:
       untried: what the check did not try, in words.

@@ -2,7 +2,7 @@
 
 This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds cancellation, such as in `1 - s` for s
 near 1, which a comparison with a narrower dtype does not show. Each result is moved by many times its rounding error,
-and the measured change is divided by the same number. This division makes jumps small, such as at a tie.
+and the measured change is divided by the same factor. The division makes the change by a jump small, such as at a tie.
 """
 
 import functools
@@ -25,13 +25,14 @@ ROUNDED = frozenset({
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round. Others, such as a maximum, return one of their arguments."""
+"""Primitives that round their results. Other primitives, such as a maximum, return one of their arguments."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return, as a flat list, how far each result moves if every operation is rounded to `dtype`.
+    """Return, as a flat list, how far each result of `function` moves if every operation is rounded to `dtype`.
 
-    This is the largest movement of a few runs with random signs. Rounding inside loops is not measured.
+    The program runs a few times with random signs of the roundings, and the largest movement counts. Rounding inside
+    loops is not measured.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -66,8 +67,9 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return the results of `function`, computed once exactly and `runs` times with random roundings.
 
-    Each array has the shape `(1 + runs, ...)`. Every inexact operation is moved by at most `roundings` times its
-    rounding error in `dtype`, depending only on the operands. Equal operations round equally, so that ties remain.
+    Each array has the shape `(1 + runs, ...)`. The result of every inexact operation is moved by at most `roundings`
+    times its rounding error in `dtype`. The move depends only on the run, the operation, and the operands. Equal
+    operations therefore round equally, and ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -83,8 +85,8 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Sums of equal operands may differ in their last bits, because their order may differ. Rounding to float32
-        # makes these sums equal.
+        # Two sums of equal operands may differ in their last bits, because the operands may be added in another order.
+        # Rounding to float32 makes such sums equal.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
@@ -102,7 +104,7 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Return a pseudorandom number for each element, with its sign and a magnitude from 0.5 to 1."""
+    """Return a pseudorandom number for each element, with the element's sign and a magnitude from 0.5 to 1."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

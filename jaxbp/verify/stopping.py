@@ -1,4 +1,4 @@
-"""Evaluate a program with the argument of `stop_gradient` as a constant."""
+"""Evaluate a program with every argument of `stop_gradient` fixed, for finite differences that treat it as constant."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +13,13 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program in three runs, which are evaluated together.
+    """The values of one variable of a program in three evaluations, which are made together.
+
+    Finite differences move the arguments of the program away from the base.
 
     Attributes:
-      held: the value at the moved arguments, with arguments of `stop_gradient` fixed at the base.
-      base: the value at the base, the arguments before they are moved.
+      held: the value at the moved arguments, with arguments of `stop_gradient` fixed at their values at the base.
+      base: the value at the base.
       moved: the value at the moved arguments, with nothing fixed.
     """
 
@@ -50,8 +52,8 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the factorization. The solution nevertheless depends on the factorization of
-        # the moved matrix, which is therefore not fixed.
+        # JAX applies `stop_gradient` to the factorization of the matrix. The solution nevertheless depends on the moved
+        # matrix through its factorization, so the factorization is not fixed.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):

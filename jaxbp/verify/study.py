@@ -1,4 +1,4 @@
-"""Compare each implementation with the reference for one case, a set of arguments and options of an op."""
+"""Compare each implementation with the reference for one case. A case is a set of arguments and options of an op."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""Bounds of the default `most_elements`, `WORK` divided by the number of elements of arguments and results."""
+"""By default, `most_elements` is `WORK` divided by the number of elements of arguments and results, within the bounds
+`MOST_ELEMENTS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return the points with their expected results, and the points and orders at which computing them failed."""
+        """Return two lists: the points with expected results, and the points, orders, and errors without results."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -139,8 +140,8 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # The reference runs custom rules, so they may have raised the error. If autodiff without custom rules
-            # succeeds, the backward is wrong.
+            # The reference runs custom rules, so the custom rules may have raised the error. If autodiff without custom
+            # rules succeeds, the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -227,9 +228,10 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield a row for each array of `run(programs)` that differs from the result under `jit`; else one row for all.
+        """Yield a row for each array of `run(programs)` that differs from the result under `jit`; one row if none does.
 
-        The arguments `same` are one array, whose expected gradient is the sum of their gradients.
+        If `same` is not empty, `run` passes one array as all arguments in `same`. The expected gradient of this array
+        is the sum of the gradients of these arguments.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

@@ -10,11 +10,11 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of queued calls: enough to keep the device busy, and few enough for their results to fit."""
+"""The largest number of queued calls: enough to keep the device busy, but few enough for memory to hold the results."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block of calls in `settle`, and the fraction by which two blocks may differ. Under large matrix
-products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within 2 s
-(docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. Under
+large matrix products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within
+2 s (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -40,7 +40,7 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Time a program in rounds of at least `seconds`, after calls for at most `settling` seconds (`settle`)."""
+    """Time a program in rounds of about `seconds`, after `settle` has called it for at most `settling` seconds."""
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
@@ -72,7 +72,7 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds of `calls` calls, and for how long the host waited."""
+    """Return the seconds that `calls` calls took, and the seconds in which the host waited for the device."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:
