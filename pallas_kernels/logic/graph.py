@@ -11,9 +11,8 @@ from jax import Array
 class Graph:
     """The inputs of each gate, and the consumers of each input, which are the gates that read it.
 
-    A consumer is encoded as an integer: 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads it as its
-      b.
-    An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
+    A consumer is encoded as an integer, 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads the input
+    as its b. An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
 
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
