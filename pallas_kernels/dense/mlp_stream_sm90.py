@@ -87,7 +87,7 @@ class Stream:
     def multiply(self, product: int, operand: Any) -> Array:
         """Return the operand times a product's weights. Products must be computed in order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While one slice is multiplied, the stage of the previous slice is filled. The first slice has no previous one.
+        # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)
