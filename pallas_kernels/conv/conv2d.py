@@ -5,7 +5,7 @@ of the batch. It loads pixels and weights from device memory, and keeps the sums
 
 A CTA of `correlate_batch` computes a tile of the gradient with respect to the filters, summed over some rows of dy and
 some examples. It keeps one sum per element and lane in registers. It then sums each element over the lanes, and writes
-it. XLA adds the results of the CTAs with the same tile. `sum_batch` computes the bias gradient in the same way.
+it. XLA adds the results of all CTAs that compute one tile. `sum_batch` computes the bias gradient in this way, too.
 """
 
 import dataclasses

@@ -10,9 +10,9 @@ position (r, s), `wgmma` multiplies a banded matrix of the filters by the patch:
 (p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
 column of the patch. The S matrices `weights` stay in shared memory.
 
-There is one accumulator per position. All accumulators hold the sums of one window in the same thread. This thread
-finds the maximum and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and
-one byte per window, the index of the maximum.
+There is one accumulator per position (r, s). One thread has a window's sums of all accumulators. This thread finds the
+maximum and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and one byte
+per window, the index of the maximum.
 """
 
 import dataclasses
@@ -197,8 +197,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute the function `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
     Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
-    multiple of 64. w is rounded to x's dtype. If a tile's patch contains a NaN or an infinity for an example, all of
-    this example's windows in the tile are NaN, because the products with the zeros of the banded matrix are NaN.
+    multiple of 64. w is rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix is NaN. If an
+    example's patch contains a NaN or an infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:

@@ -195,8 +195,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     sums.
 
     Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
-    multiple of 64. If a tile's patch contains a NaN or an infinity for an example, all of this example's windows in the
-    tile are NaN, because the products with the zeros in `weights` are NaN.
+    multiple of 64. A NaN or an infinity times a zero in `weights` is NaN. If an example's patch contains a NaN or an
+    infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:

@@ -7,9 +7,9 @@ group reaches the cell at its own position, some cells below it, and the cells d
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row and j a column of cells. The sum is over the groups that reach the cell: a is the number of rows between the
-group and the cell, and b is 0 for the group in the cell's column, and 1 for the group to the left. `routed` has dy at
-the positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
+m is a row and j a column of cells. The sum is over the groups that reach the cell. a counts the rows from the group
+down to the cell. b is 0 for the group in the cell's column, and 1 for the group in the column to the left. `routed` has
+dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
 
 A CTA computes 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory once. For
 each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's `routed`

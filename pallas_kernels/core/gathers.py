@@ -31,7 +31,8 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector. Each lane is in the same thread as in a block."""
+    """Return the register layout of a vector. The thread that holds a lane's row of a block also holds its element of a
+    vector."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -100,7 +101,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write a block: `ref[places] = values`. If two values have the same indices, either may remain."""
+    """Write a block: `ref[places] = values`. If two values have equal indices, either may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -247,8 +248,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     Args:
       lists: lists of references `(n,)` to device memory. Each reference is aligned to the bytes of a row of the block.
         All references of a list have one dtype, and the i-th references of all lists have one length.
-      array, start: integers, the same in all threads. `start` is a multiple of the block's size. If the block reaches
-        beyond the end of the reference, the missing elements are copies of the reference's last element.
+      array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. If the block
+        reaches beyond the end of the reference, the missing elements are copies of the reference's last element.
     """
     lanes, width = shape
     if simulating() is not None:

@@ -55,7 +55,7 @@ class Config:
       splits: number of parts of the summed axis.
       cluster: number of CTAs per cluster, 1 or 2.
       raster: the result is divided into blocks of this number of columns of tiles, which are computed one after
-        another. 0 for a single block.
+        another. It is 0 for a single block.
     """
 
     rows: int

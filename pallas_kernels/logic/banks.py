@@ -68,9 +68,9 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     inputs b.
 
     The octets are an edge coloring of a bipartite graph (D. König, 1916). The nodes of the graph are the residues of
-    inputs a and of inputs b. Its edges are the gates, and the octets are the colors. A residue of an input a is free in
-    an octet if no gate of the octet has an input a with this residue, and likewise for b. A gate joins an octet in
-    which both its residues are free. If there is none, the gate displaces a gate from an octet in which its residue of
+    inputs a and of inputs b. Its edges are the gates, and the octets are the colors. A residue of inputs a is free in
+    an octet if no gate of the octet has this residue of a. The same holds for b. A gate joins an octet in which both
+    its residues are free. If there is none, the gate displaces a gate from an octet in which its residue of
     a is free. Displaced gates alternate between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []

@@ -24,8 +24,8 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum number of bytes of shared memory for all rings on a multiprocessor, from sweeps on an H200, which has 228 KiB
-of shared memory per multiprocessor: docs/lab/2026-11-21-norm.md."""
+"""Maximum number of bytes of shared memory for all rings on a multiprocessor. It comes from sweeps on an H200, which
+has 228 KiB per multiprocessor: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
@@ -108,7 +108,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std); `layer_norm.normalise` has the same arguments and results."""
+    """Return (y, offset, inv_std). `layer_norm.normalise` describes the arguments and results."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -139,7 +139,7 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return (dx, dscale, dbias, y); `layer_norm.gradients` has the same results, formulas, and other arguments.
+    """Return (dx, dscale, dbias, y). `layer_norm.gradients` describes the formulas, the results, and other arguments.
 
     Args:
       offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes offset and inv_std from x.
