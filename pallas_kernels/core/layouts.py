@@ -84,8 +84,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: an `operand` for products, and a box, which is the `swizzled` target of a
-    bulk copy. The box has shape `box` and the same rows as the operand.
+    """Return shared memory with two views: an `operand` for products, and a box, which is `swizzled` memory for bulk
+    copies. The box has the shape `box` and the same rows as the operand.
 
     A bulk copy into the operand must begin at a multiple of the operand's tile in device memory. A bulk copy into the
     box may begin anywhere. In the simulator, the result is only the operand.
