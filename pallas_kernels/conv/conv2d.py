@@ -1,9 +1,11 @@
 """Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example. A CTA of `correlate` computes one row of the output for a few output channels and one block
-of the batch. It loads pixels and weights from device memory, and keeps the sums in registers. A CTA of
-`correlate_batch` keeps a tile of the filters' gradient in registers, summed over a part of dy's rows and of the batch.
-It then sums each element over the lanes, and writes it. XLA adds the parts. `sum_batch` does the same for the biases.
+of the batch. It loads pixels and weights from device memory, and keeps the sums in registers.
+
+A CTA of `correlate_batch` computes a tile of the gradient with respect to the filters, summed over some rows of dy and
+some examples. It keeps one sum per element and lane in registers. It then sums each element over the lanes, and writes
+it. XLA adds the results of all CTAs that compute one tile. `sum_batch` computes the bias gradient in this way, too.
 """
 
 import dataclasses
@@ -22,11 +24,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
+"""Maximum number of sums in a thread's 255 registers. Operands and addresses also need registers."""
 _MAX_UNROLLED_TAPS = 64
-"""Compile time grows with the number of unrolled taps. Not tuned."""
+"""Maximum number of unrolled taps, which are positions of a filter. Compile time grows with this number. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""CTAs that `correlate_batch` aims for: several per multiprocessor of any current GPU."""
+"""Wanted number of CTAs of `correlate_batch`: several per multiprocessor of any current GPU."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -34,7 +36,7 @@ _WANTED_PROGRAMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateConfig:
-    """Tiles of `correlate`: output channels per CTA, and examples per CTA."""
+    """Tiles of `correlate`: number of output channels and of examples per CTA."""
 
     channels: int
     lane_block: int
@@ -93,7 +95,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter in blocks of equal size. A kernel loops over blocks, and unrolls their taps."""
+    """The taps (c, u, v) of a filter, divided into blocks of equal size: c is an input channel, and (u, v) a position
+    in the filter. A kernel loops over blocks, and unrolls the taps of a block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -117,8 +120,8 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Tiles of `correlate_batch`: shape of the tile of the filters' gradient, and number of parts of dy's rows and of
-    the batch."""
+    """Tiles of `correlate_batch`: the four sizes of the tile of dw that a CTA computes, and `splits`, the number of
+    parts into which the sum over dy's rows and the batch is divided."""
 
     out_channels: int
     in_channels: int
@@ -157,7 +160,8 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The letters mean the same as in `correlate`. The order of summation is fixed.
+    k is a channel of dy, c a channel of x, (i, j) a position in dy, (u, v) a position in the filter, and n an example.
+    `stride` is the row stride for i and the column stride for j. The order of summation is fixed.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
@@ -216,15 +220,15 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
 
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
-    """Tile of `sum_batch`: examples per CTA."""
+    """Tile of `sum_batch`: number of examples per CTA."""
 
     lane_block: int
 
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` over rows r and examples n, in float32 and in a fixed order. The
-    shapes are `(K, R, N) -> (K,)`, for K channels k."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` for each channel k, over rows r and examples n. dy is `(K, R, N)`,
+    and the result `(K,)` is float32, summed in a fixed order."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

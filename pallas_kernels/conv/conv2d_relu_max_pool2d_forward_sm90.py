@@ -2,17 +2,17 @@
 
 A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent. The
 warpgroups of a CTA compute tiles independently, each with a ring of pipeline stages in shared memory. One TMA copy
-fills a stage with the patch of the images under the windows. For each position (r, s) of the R x S windows, `wgmma`
-multiplies a banded matrix of the filters by the patch:
+fills a stage with the patch, the part of the images that the tile needs. A window has R x S positions. For each
+position (r, s), `wgmma` multiplies a banded matrix of the filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
 (p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
 column of the patch. The S matrices `weights` stay in shared memory.
 
-All accumulators, one per position, hold a window in the same register of the same thread. This thread finds the maximum
-and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and one byte per
-window, the index of the maximum.
+There is one accumulator per position (r, s). One thread has a window's sums of all accumulators. This thread finds the
+maximum and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and one byte
+per window, the index of the maximum.
 """
 
 import dataclasses
@@ -49,17 +49,18 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product, one per feature. A feature is a window of the tile and an output channel."""
+"""Rows of a `wgmma` product, one per feature. A feature is a pair: a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""With more window positions, a thread's sums do not fit in its registers."""
+"""Maximum number of positions per window. With more positions, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
-"""Three were no faster: docs/lab/2026-11-23-forward.md."""
+"""Number of warpgroups per CTA. Three were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Stages per warpgroup. Not tuned."""
+"""Maximum number of stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimated clocks to find a tile's maxima: 12 instructions per window, two clocks each."""
+"""Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""From this batch on, the kernel is as fast as the exact kernel: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch for which the heuristic selects this kernel. From this batch on, it is as fast as the exact float32
+kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +88,22 @@ class _Sizes(WindowTiles):
 
     @property
     def group(self) -> int:
-        """Elements per row of an operand."""
+        """Elements per row of a tile of an operand: `operand_bytes` in elements."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Operand rows that hold one pixel for all examples of a tile."""
+        """Number of such rows that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Features of a tile, which zeros pad to the rows of a product."""
+        """Number of features of a tile. Zeros pad them to the `_FEATURES` rows of a product."""
         return self.config.rows * self.K * self.config.columns
 
     @property
     def row(self) -> int:
-        """Pixels in a row of the patch, for all channels."""
+        """Number of pixels in a row of the patch, for all channels together."""
         return self.C * self.patch[1]
 
     @property
@@ -111,17 +112,18 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch in the product for one window position."""
+        """Number of rows of the patch that the product for one window position reads."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Length of the summed axis, padded by zero weights to whole rows of the operand."""
+        """Length of the summed axis. Zero weights pad it to a multiple of `group`."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: the patch, and the rows after it that the last position's product reads."""
+        """Number of rows of a stage: the rows of the patch, and the rows after it that the last position's product also
+        reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -139,28 +141,30 @@ class _Sizes(WindowTiles):
 
     @property
     def stages(self) -> int:
-        """The most stages that fit."""
+        """The largest number of stages per warpgroup that fits in shared memory."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
     def fit(self) -> bool:
         return (
             self.features <= _FEATURES
-            # A patch shifted by one row must begin at an operand's tile of eight rows.
+            # The product for the next position begins one row of the patch later, which must be the start of a tile of
+            # eight operand rows.
             and self.row % 8 == 0
-            # If a pixel takes several rows of an operand, a tile of eight rows must be one row of the patch.
+            # If a pixel takes several rows of an operand, a tile of eight operand rows must be one row of the patch.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks for all tiles of 64 examples. The summed axis takes two per element."""
+        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two cycles per element of the
+        summed axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the fewest clocks, or None if none fits."""
+    """Return the config with the fewest estimated clock cycles, or None if no config fits."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
@@ -190,10 +194,11 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` from half-precision x and w, with float32 sums.
+    """Compute the function `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    The shapes are the same, N is a multiple of 64, and w is rounded to x's dtype. A NaN or infinity in an image makes
-    all windows of its tile NaN, because its products with the zeros of the banded matrix are NaN.
+    Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
+    multiple of 64. w is rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix is NaN. If an
+    example's patch contains a NaN or an infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -211,7 +216,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The backward reads the indices of a row of windows, which are therefore adjacent.
+            # The indices of a row of windows are adjacent in memory, because the backward reads them together.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -223,7 +228,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # Threads read other threads' data only after `commit_smem`.
+        # A thread reads data of other threads only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -248,13 +253,14 @@ def _by_features(b: Array, sizes: _Sizes) -> Array:
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return all stages in shared memory, with views for TMA and for `wgmma`."""
+    """Return the shared memory of all stages, with a view for TMA and a view for `wgmma`."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the copies per stage: one, or one per row in the simulator, which does not support boxes."""
+    """Return the number of copies that fill a stage. It is 1, except in the simulator, which supports only copies of
+    single rows."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -271,10 +277,11 @@ class _Program:
     """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA.
 
     Attributes:
-      matrices, weights: the weights in device memory and in shared memory.
+      matrices, weights: the banded matrices of the filters, in device memory and in shared memory.
       place: indices of the maxima, in device memory.
-      patches, y_tiles, place_tiles: stages and each warpgroup's results, in shared memory.
-      constants_loaded, loaded: barriers of the copies of weights and zeros, and of the patches.
+      patches: the stages, in shared memory.
+      y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
+      constants_loaded, loaded: barriers for the copies of weights and zeros, and for the copies of patches.
     """
 
     sizes: _Sizes
@@ -308,8 +315,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Otherwise, NaN in uninitialized memory times a
-        zero weight would be NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. Without the zeros, uninitialized memory in these
+        rows could be NaN, and its product with a zero weight would be NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -5,7 +5,7 @@ A tile is a few pooling windows, for all output channels and 64 examples. `wgmma
     sums[n, (t, k, p, q)] = sum over c, i, j of patch[(c, i, j), n] * weights[(t, k, p, q), (c, i, j)].
 
 n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
-patch, the part of the images under the windows. `weights` has the filters, shifted to position t of each window, and
+patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
 zeros elsewhere. One thread holds the sums for all positions of a window, and finds the maximum and its index.
 
 CTAs are persistent, the weights stay in shared memory, and the warpgroups of a CTA compute tiles independently. The
@@ -51,24 +51,26 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""From this batch on, LeNet's training step is faster, with the launches that arrange the filters."""
+"""Smallest batch for which the heuristic selects this kernel. From this batch on, it makes LeNet's training step
+faster, even with the launches that arrange the filters."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Adjacent examples in a row of shared memory: 128 bytes, the widest swizzle."""
+"""Number of adjacent examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Pixels in a row of an operand: 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Number of pixels in a row of an operand's tile: 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Rows of results per copy to device memory, after which the swizzle pattern repeats."""
+"""Number of rows of results per copy to device memory. The swizzle pattern repeats after eight rows."""
 _MAX_OUTPUTS = 256
-"""Columns of the widest `wgmma`."""
+"""Number of columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers."""
+"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers per thread besides its sums and its part of a patch, so that ptxas spills none for LeNet."""
+"""Number of registers per thread that are reserved in addition to those for its sums and its part of a patch. With this
+number, ptxas spills no registers for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
-"""Bytes that a multiprocessor reads or writes per clock."""
+"""Bytes of shared memory that a multiprocessor reads or writes per clock cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Config:
 
     Attributes:
       rows, columns: rows and columns of windows in a tile.
-      channels: input channels that are transposed at a time.
+      channels: number of input channels whose patch is transposed and multiplied at a time.
     """
 
     rows: int
@@ -99,12 +101,12 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results of a tile per example."""
+        """Number of results of a tile per example, one per output channel and window."""
         return self.K * self.windows
 
     @property
     def outputs(self) -> int:
-        """Columns of a tile's product."""
+        """Number of columns of a tile's product: one per result and window position."""
         return self.R * self.S * self.features
 
     @property
@@ -114,17 +116,18 @@ class _Sizes(WindowTiles):
 
     @property
     def pixels(self) -> int:
-        """Pixels of the patch in one group of input channels."""
+        """Number of pixels of the patch in one group of input channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
     def boxed_channels(self) -> int:
-        """Output channels per copy of results to device memory."""
+        """Number of output channels per copy of results to device memory."""
         return _BOX_ROWS // self.windows
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory for weights and barriers, and per warpgroup for two buffers of a patch and results."""
+        """Bytes of shared memory: for weights and barriers, and for each warpgroup's two buffers of a patch and its
+        results."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
@@ -146,16 +149,17 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clocks of shared memory for all tiles of 64 examples. Per step, TMA writes the patch, threads read
-        and write it, and the product reads it and the weights."""
+        """Return the clock cycles of accesses to shared memory for all tiles of 64 examples. In each step, TMA writes
+        the patch, threads read and write it, and the product reads the patch and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, then the fewest clocks, or None if none fits. More warpgroups were
-    faster even with more clocks: docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, or None if no config fits. Among configs with equally many
+    warpgroups, return one with the fewest clock cycles. More warpgroups were faster even with more estimated cycles:
+    docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -187,10 +191,12 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` from float32 x and w rounded to TF32, with float32 sums.
+    """Compute the function `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32
+    sums.
 
-    The shapes are the same, and N is a multiple of 64. A NaN or infinity in an image makes all windows of its tile NaN,
-    because its products with the zeros in `weights` are NaN.
+    Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
+    multiple of 64. A NaN or an infinity times a zero in `weights` is NaN. If an example's patch contains a NaN or an
+    infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -210,7 +216,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The backward reads the indices of a row of windows, which are therefore adjacent.
+            # The indices of a row of windows are adjacent in memory, because the backward reads them together.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -224,7 +230,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # Threads read other threads' data only after `commit_smem`.
+        # A thread reads data of other threads only after `commit_smem`.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -233,8 +239,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[step, (r, s, k, p, q), (c, i, j)]` for positions t = (r, s) and the step's input channels. An
-    element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
+    """Return `weights[step, (r, s, k, p, q), (c, i, j)]`, where (r, s) is the position t, and c one of the step's input
+    channels. An element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -245,14 +251,16 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the copies per patch: one, or one per row in the simulator, which does not support boxes."""
+    """Return the number of copies that fill a patch. It is 1, except in the simulator, which supports only copies of
+    single rows."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
-    """Return the layout in which a patch of 32 examples is transposed. A warp holds 8 pixels of 4 examples at a time.
+    """Return the register layout in which a patch of 32 examples is transposed.
 
-    They are 8 pieces of 16 bytes in different banks of the swizzled buffer, and 128 adjacent bytes of the operand.
+    A warp accesses 8 pixels of 4 examples at a time. In the swizzled buffer, these are 8 pieces of 16 bytes in
+    different banks. In the operand, they are 128 adjacent bytes.
     """
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -272,8 +280,9 @@ class _Program:
     Attributes:
       matrices, weights: the weights in device memory and in shared memory.
       place: indices of the maxima, in device memory.
-      patches, operands, y_tiles, place_tiles: each warpgroup's patch, transposed patch, and results, in shared memory.
-      weights_loaded, loaded: barriers of the copies of the weights, and of the patches.
+      patches, operands: each warpgroup's patch, and its transposed patch, in shared memory.
+      y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
+      weights_loaded, loaded: barriers for the copies of the weights, and for the copies of patches.
     """
 
     sizes: _Sizes
@@ -337,7 +346,7 @@ class _Program:
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # The next patch is copied during this product.
+            # After this barrier, all threads have read the patch. The next patch is copied during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

@@ -1,9 +1,10 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
-per lane, and keeps their sums in registers. For every window whose filters reach the cells, each lane loads dy and the
-index of the maximum from device memory. It multiplies each weight by dy at the position of the maximum, and by zero at
-the other positions. The CTA then writes each position of dx once. The kernel does not use shared memory.
+per lane, and keeps their sums in registers. A window reaches a cell if the convolution's filter, at some position of
+the window, reads pixels of the cell. For every window that reaches the CTA's cells, each lane loads dy and the index of
+the maximum from device memory. It multiplies each weight by dy at the position of the maximum, and by zero at the other
+positions. The CTA then writes each position of dx once. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
-"""Sums of dx that a thread keeps in registers."""
+"""Maximum number of sums of dx that a thread keeps in registers."""
 _MAX_CELL_REGISTERS = 200
-"""Registers per thread for sums, gradients, and loads. The other registers are for weights."""
+"""Maximum number of registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""Unrolled products. A thousand take up to two seconds to compile."""
+"""Maximum number of unrolled products. A thousand products take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,10 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      channels: input channels per CTA, a divisor of all input channels.
-      cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
-      ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients are loaded
-        meanwhile.
+      channels: number of input channels per CTA, a divisor of the number of input channels.
+      cells: number of adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
+      ahead: number of output channels per iteration, a divisor of the number of output channels. During an iteration,
+        the gradients for the next iteration are loaded.
     """
 
     channels: int
@@ -47,7 +48,7 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of cells that cover the input."""
+    """Return the numbers of rows and of columns of cells that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -66,7 +67,7 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the most cells and channels per CTA that leave enough CTAs to keep the GPU busy.
+    # Choose the largest numbers of cells and channels per CTA that leave enough CTAs to keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
@@ -81,7 +82,7 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """A CTA's cells, and the columns of the windows whose filters reach them, relative to the first cell."""
+    """The number of a CTA's cells, and the columns of the windows that reach them, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -92,8 +93,8 @@ class _Cut:
     """The division of a row of cells into groups, one per CTA. The last group may have fewer cells.
 
     Attributes:
-      columns, cells: cells per row and per group.
-      Q, G, S: columns of windows, of the filter, and of one window.
+      columns, cells: number of cells per row, and per group.
+      Q, G, S: number of windows in a row, of columns of the filter, and of columns of a window.
     """
 
     columns: int
@@ -108,7 +109,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to its groups, which are adjacent."""
+        """Map each distinct `_Part` to the groups that have it, which are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -119,13 +120,13 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Maximum number of windows whose filters reach a group's cells."""
+        """Maximum number of windows in a row that reach a group's cells."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Products along the column axis, over all distinct parts. A product is a window, a column in it, and a filter
-        column that together contribute to a cell of the part."""
+        """Number of products along the column axis, over all distinct parts. There is one product for each window,
+        column of the window, and column of the filter that together contribute to a cell of the part."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -163,10 +164,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # One instruction loads the weights of one tap for several channels, because they are adjacent.
+        # The weights of several channels for one position of the filter are adjacent, so one instruction loads them.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # CTAs for the rows that the most windows reach start first, so that the last CTAs take little time.
+        # The most windows reach the rows in the middle. Their CTAs start first, so that the last CTAs take little time.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -196,11 +197,12 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the cells of `part`, which begin at `at`."""
+        """Compute the CTA's cells. `part` has their number and windows, and `at` has the index of the first cell, the
+        block of channels, and the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
-        # Loop upwards over the rows of windows whose filters reach the cells.
+        # Loop upwards over the rows of windows that reach the cells.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)

@@ -1,14 +1,15 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, batch last.
 
 A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
-group. The filters of a group reach the group's cell, the cells below it, and the cells directly to the right of these.
+group. A group reaches a cell if the filter, at some position of a window of the group, reads pixels of the cell. A
+group reaches the cell at its own position, some cells below it, and the cells directly to the right of these cells.
 `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in the
-cell's column, and 1 for the group to its left. `routed` has dy at the positions of the windows' maxima, and zeros
-elsewhere. `weights` has the filters.
+m is a row and j a column of cells. The sum is over the groups that reach the cell. a counts the rows from the group
+down to the cell. b is 0 for the group in the cell's column, and 1 for the group in the column to the left. `routed` has
+dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
 
 A CTA computes 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory once. For
 each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's `routed`
@@ -38,13 +39,14 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
+"""Number of columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers, enough for its sums."""
+"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Sums per thread, for the cells of a column that one row of windows reaches. With more, the thread spills."""
+"""Maximum number of sums per thread, for the cells in one column that one row of windows reaches. With more sums, the
+thread spills registers."""
 _MIN_BATCH = 2048
-"""Below this batch, cuBLAS is as fast."""
+"""Smallest batch for which the heuristic selects this kernel. Below this batch, cuBLAS is as fast."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
 
@@ -73,7 +75,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Rows of cells that the filters of one row of windows reach."""
+        """Number of rows of cells that one row of windows reaches."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -90,7 +92,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Elements in a row of a cell, for all channels."""
+        """Number of elements in a row of a cell, for all channels together."""
         return self.C * self.cell_width
 
     @property
@@ -99,12 +101,12 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Elements of dy per group and example."""
+        """Number of elements of dy per group and example."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Columns of `routed`: one per window position and element of dy."""
+        """Number of columns of `routed`: one per window position and element of dy."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -150,16 +152,17 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Compute `conv2d_relu_max_pool2d_input_gradient.input_gradient` on the tensor cores, with float32 sums.
+    """Return dx, computed on the tensor cores with float32 sums.
 
-    The shapes are the same, and N is a multiple of 64. w is rounded to dy's dtype, and float32 operands to TF32.
+    `conv2d_relu_max_pool2d_input_gradient.input_gradient` describes the arguments and the result. N must be a multiple
+    of 64. w is rounded to dy's dtype, and float32 operands are rounded to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward wrote the indices by rows of windows.
+        # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -178,9 +181,12 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[a, b]`, transposed to rows (r, c, v) and columns (t, q, k). (r, v) is a pixel of a cell of
-    `width` columns, and t = (tr, ts) is a position in window q of a group. An element is
-    `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the filter."""
+    """Return `weights[a, b]` for all a and b, each transposed to rows (r, c, v) and columns (tr, ts, q, k).
+
+    (r, v) is a pixel of a cell of `width` columns, (tr, ts) is a position in window q of a group, and c and k are input
+    and output channels. An element is `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the
+    filter.
+    """
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -202,8 +208,8 @@ class _Program:
       place: indices of the maxima, in device memory.
       matrices, weights: the weights in device memory and in shared memory.
       operands, staging: each group's `routed`, and one row of each warpgroup's cell, in shared memory.
-      loaded, met: barriers of the copies of the weights, and of all warpgroups.
-      group: group whose `routed` this warpgroup writes. The last warpgroup writes none.
+      loaded, met: the barrier for the copies of the weights, and the barrier at which all warpgroups meet.
+      group: group whose `routed` this warpgroup writes. The last warpgroup writes no `routed`.
     """
 
     sizes: _Sizes
@@ -236,8 +242,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the products of row p of windows. Write the cell that no later row of windows reaches, and return the
-        sums of the other cells."""
+        """Add the products of row p of windows to the sums of the cells that it reaches. Write the cell in row p, which
+        no later row of windows reaches, and return the sums of the other cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
@@ -280,7 +286,7 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Add the products of the group in the same column as the cells, and of the group to its left."""
+        """Add the products of the group in the column of this warpgroup's cells, and of the group to the left of it."""
         sizes = self.sizes
 
         def add_group(b, _):

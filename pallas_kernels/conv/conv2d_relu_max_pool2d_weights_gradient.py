@@ -2,8 +2,9 @@
 
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane loads dy, the index of
-the maximum, and the patch of x under the window from device memory. It multiplies dy by the part of the patch that the
-filter covers at the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds the splits.
+the maximum, and the patch of x that the window needs from device memory. It multiplies dy by the part of the patch that
+the filter reads at the position of the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds
+the sums of the splits.
 """
 
 import dataclasses
@@ -31,11 +32,12 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Sums in a thread's registers, of which there are 255. Operands and addresses also need some."""
+"""Maximum number of sums in a thread's 255 registers. Operands and addresses also need registers."""
 _OTHER_REGISTERS = 30
-"""Registers per thread besides sums and patch, so that the number of resident CTAs agrees with ptxas for LeNet."""
+"""Estimated number of registers per thread in addition to those for sums and patch. With this number, the estimated
+number of resident CTAs agrees with ptxas for LeNet."""
 _MAX_PATCH = 72
-"""Elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Maximum number of elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
@@ -45,8 +47,10 @@ class WeightsGradientConfig:
     """Tiles of `weights_gradient`.
 
     Attributes:
-      channels: output channels per CTA, a divisor of all output channels.
-      windows: adjacent windows whose common patch a thread reads at once, a divisor of the windows in a row.
+      channels: number of output channels per CTA, a divisor of the number of output channels.
+      windows: number of adjacent windows whose common patch a thread reads at once, a divisor of the number of windows
+        in a row.
+      programs_per_multiprocessor: wanted number of CTAs per multiprocessor.
     """
 
     channels: int
@@ -54,12 +58,13 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units. A unit is `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits for `programs_per_multiprocessor`, which may exceed the units."""
+        """Return the number of splits that gives `programs_per_multiprocessor` CTAs per multiprocessor. It may exceed
+        the number of units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -77,7 +82,8 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the number of sums, one per weight and bias of each channel, rounded up for `sums_over_lanes`."""
+    """Return the number of sums of a CTA: one per weight and one for the bias of each output channel, rounded up for
+    `sums_over_lanes`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -93,7 +99,7 @@ def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[
 
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
-    """Return the config by a rule found in a sweep on an H200."""
+    """Return the config by a rule that was found in a sweep on an H200."""
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
@@ -127,7 +133,8 @@ def weights_gradient(
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute `weights_gradient` in Pallas' interpreter, which has no shared memory."""
+    """Return the results of `weights_gradient` from a kernel without shared memory, which Pallas' interpreter can
+    run."""
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
 
 
@@ -141,7 +148,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward wrote the indices by rows of windows.
+        # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -173,7 +180,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return one vector per weight and per bias, with one sum per lane, and zeros as padding."""
+        """Return one vector per weight and per bias, with one sum per lane, followed by vectors of zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

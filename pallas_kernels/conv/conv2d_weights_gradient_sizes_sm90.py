@@ -8,15 +8,17 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Rows of a `wgmma` tile, one tile per warpgroup."""
+"""Number of rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers."""
+"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers."""
 _MAX_COLUMNS = 160
-"""Columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
+"""Maximum number of columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144
+sums."""
 _MAX_STAGES = 4
-"""Not tuned."""
+"""Maximum number of stages of the ring. Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Shared memory for barriers, sums across warps, and a reserve. The stages were measured with this value."""
+"""Bytes of shared memory for barriers, sums across warps, and a reserve. The number of stages was measured with this
+value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +26,9 @@ class Config:
     """The division of the sums among CTAs.
 
     Attributes:
-      channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand and the routed gradient the right operand, or the reverse. The left
-        operand is divided into tiles of 64 rows, one per warpgroup.
+      channels, places: number of input channels, and of window positions, per CTA.
+      images_on_left: if true, x is the left operand and the routed gradient the right operand. If false, the routed
+        gradient is the left operand. The left operand is divided into tiles of 64 rows, one per warpgroup.
     """
 
     channels: int
@@ -37,14 +39,15 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes from the shapes and a config. In `correlate_batch`, a window is R rows of one output column, and S is 1.
+    """Sizes that follow from the shapes and a config. In `correlate_batch`, a window is R rows of one column of dy, and
+    S is 1.
 
     Attributes:
-      K, C: output and input channels.
-      P, Q: rows and columns of windows.
+      K, C: numbers of output and of input channels.
+      P, Q: numbers of rows and of columns of windows.
       N: batch size.
-      H, W: rows and columns of x.
-      R, S: rows and columns of a window.
+      H, W: numbers of rows and of columns of x.
+      R, S: numbers of rows and of columns of a window.
     """
 
     K: int
@@ -65,12 +68,12 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Rows of x under the filters of one row of windows."""
+        """Number of rows of x that the filters read for one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones, after the rows of x."""
+        """Index of the first row of ones, which follow the rows of x in a stage."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -83,27 +86,28 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Columns of a CTA's product: the rows of the right operand."""
+        """Number of columns of a CTA's product, which is the number of rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
     def taps(self) -> int:
-        """Weights per output channel for a CTA's input channels."""
+        """Number of weights per output channel, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` that hold a CTA's gradients, first of w as `(c, u, v, k)`, then of b."""
+        """Number of vectors of `LANES` elements that hold a CTA's gradients: first dw in the order (c, u, v, k), then
+        db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
     def x_rows(self) -> int:
-        """Rows of a stage for x and the ones."""
+        """Number of rows of a stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
     def gradient_rows(self) -> int:
-        """Rows of dy per stage, of which each warpgroup routes an equal share."""
+        """Number of rows of dy per stage. Each warpgroup routes an equal share of them."""
         raise NotImplementedError
 
     @property
@@ -112,28 +116,28 @@ class Sizes:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes besides the stages."""
+        """Bytes of shared memory in addition to the stages."""
         return 0
 
     @property
     def stages(self) -> int:
-        """The most stages that fit."""
+        """The largest number of stages that fits in shared memory."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Parts of the input channels, and of a window's positions."""
+        """Number of parts of the input channels, and of parts of a window's positions. A CTA computes one of each."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
     def examples(self) -> int:
-        """Examples per step: a row of an operand."""
+        """Number of examples per step, which fill a row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property
     def units(self) -> int:
-        """Units of all splits. A unit is one row of windows for the examples of one step."""
+        """Number of units of all splits. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -150,14 +154,15 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clocks per unit, for all CTAs. A product of depth 8 takes half a clock per column and
-        warpgroup. Loads take one clock per 24 bytes."""
+        """Return the estimated clock cycles per unit, summed over the parts in `shares`. A product with 8 elements of
+        the summed axis in TF32 takes half a cycle per column and warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices. dy is routed into two other buffers."""
+    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices of the maxima. The routed gradient is written
+    to two other buffers in turn."""
 
     @property
     def gradient_rows(self) -> int:
@@ -193,14 +198,14 @@ def pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> Si
 
 
 def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
-    """Return the sizes of `correlate_batch` with `rows` rows of the output per product."""
+    """Return the sizes of `correlate_batch` if each product has `rows` rows of dy."""
     K, out_rows, Q, N = dy.shape
     return _ConvolutionSizes(K, out_rows // rows, Q, N, *x.shape[:3], rows, 1, dy.dtype, config)
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clocks, or None if none fits or the operands' rows are not multiples of eight.
-    `sizes` maps a config to its `Sizes`."""
+    """Return the config with the fewest estimated clock cycles. Return None if no config fits, or if the numbers of
+    rows of the operands are not multiples of eight. `sizes` maps a config to its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

@@ -4,14 +4,15 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. (i, j) is a row and a column of x under the windows'
-filters. t = (r, s) is a position in window q of R x S positions. `routed` is dy at the positions of the maxima, and
-zero elsewhere. The gradient of w[k, c, u, v], at filter position (u, v), is the total of the sums with `i = r + u` and
-`j = q * S + s + v`. The other sums, two in three for LeNet's second block, are not used.
+c and k are input and output channels, and n is an example. i is a row, relative to the first row of x that the row of
+windows reads, and j is a column of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the
+positions of the maxima, and zero elsewhere. For a filter position (u, v), the gradient with respect to w[k, c, u, v] is
+the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums, two in three for LeNet's second block,
+are not used.
 
-The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes a part of the input
-channels and of the window positions, over a split of the rows of windows and the batch. The data flow is described in
-`conv2d_weights_gradient_body_sm90`.
+The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes the sums for a part of the
+input channels and a part of the window positions, over a split: a part of the rows of windows and of the batch.
+`conv2d_weights_gradient_body_sm90` describes the data flow.
 
 For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
 rows of x yield the bias gradient.
@@ -40,7 +41,8 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""Below this batch, computing the gradients from the sums takes the time that the tensor cores save."""
+"""Smallest batch for which the heuristic selects `weights_gradient`. In smaller batches, the tensor cores save less
+time than it takes to compute the gradients from the sums."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -63,9 +65,13 @@ def _misfit(dy, x):
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` with float32 operands rounded to TF32."""
+    """Return (dw, db), computed on the tensor cores.
+
+    `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` describes the arguments and the results. If dy and x are
+    float32, dy is rounded to TF32, and x is truncated to TF32.
+    """
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward wrote the indices by rows of windows.
+    # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -80,8 +86,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the rows of the output per product, or None. R times the columns of x, and R times the columns of dy,
-    must be multiples of eight."""
+    """Return R, the number of rows of dy per product: the smallest of 1, 2, and 4 that is supported, or None. R must
+    divide dy's rows. R times x's columns and R times dy's columns must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -97,16 +103,17 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d.correlate_batch` with stride 1, and the sum of dy for each output channel.
+    """Return (dw, db) of a convolution with stride 1: dw as `conv2d.correlate_batch` defines it, and db, the sum of dy
+    over all axes but the output channels.
 
-    If the arrays are float32, dy is rounded and x is truncated to TF32.
+    If the arrays are float32, dy is rounded to TF32, and x is truncated to TF32.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
       x: `(C, H, W, N)`.
 
     Returns:
-      `(K, C, H - I + 1, W - J + 1)` and `(K,)` in float32.
+      dw `(K, C, H - I + 1, W - J + 1)` and db `(K,)` in float32.
     """
     sizes = convolution_sizes(dy, x, _rows_a_product(dy, x), config)
     return _launch(
@@ -120,8 +127,8 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
-    """Return the gradients with respect to w and b. `buffers` counts the buffers for the routed gradient, and `copies`
-    the copies that fill a stage."""
+    """Return the gradients with respect to w and b. `buffers` is the number of buffers for the routed gradient, and
+    `copies` is the number of copies that fill a stage."""
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
     x, dy, *_ = arrays

@@ -5,10 +5,13 @@ filter w of F elements:
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
+Here t is a position in the output, and u is a position in the filter. A row is the block of channels at one position.
+
 A CTA computes a block of channels for consecutive positions of one example. Neighboring threads compute neighboring
-channels, so all loads are contiguous. The filters and the last F - 1 rows stay in registers, so each row is loaded once
-per CTA. The backward moves the same window over dy. It computes dx, dw, and db in one pass, which reads dy and x once
-and writes dx once. The kernels do not use shared memory, and therefore also run in the interpreter.
+channels, so all loads are contiguous. The filters and the last F - 1 rows of x̄ stay in registers, so each row is
+loaded once per CTA. In the backward, the last F - 1 rows of dy stay in registers instead. The backward computes dx, dw,
+and db in one pass, which reads dy and x once and writes dx once. The kernels do not use shared memory, and therefore
+also run in the interpreter.
 """
 
 import dataclasses
@@ -25,16 +28,17 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""Maximum number of elements of a filter. In the backward, each one takes up to 12 of a thread's 255 registers."""
+"""Maximum number of elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
 _LOADED_BYTES = 8
-"""Maximum number of bytes of a row per thread, one access of Mosaic GPU. For two accesses per row, LLVM does not prove
-that they are aligned, and loads single elements."""
+"""Maximum number of bytes of a row per thread: one access of Mosaic GPU. If a row took two accesses per thread, LLVM
+would not prove that they are aligned, and would load single elements."""
 _ROWS_AT_ONCE = 8
 """Number of rows that are loaded before the first of them is used, to hide latency. Not tuned."""
 _MAX_ROWS = 256
 """Maximum number of rows per CTA. Not tuned."""
 _PROGRAMS = 8
-"""CTAs get more rows only if there are at least this number of CTAs per multiprocessor. Not tuned."""
+"""Wanted number of CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not
+tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Compute y.
+    """Compute y, which the module's docstring defines.
 
     Args:
       x: `(batch, width, channels)`. The number of channels is a multiple of `LANES`.
@@ -86,7 +90,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Compute `_ROWS_AT_ONCE` positions from t on. The window has the rows from t to t + F - 2 of x̄."""
+            """Compute `_ROWS_AT_ONCE` positions from t on. `window` has the rows from t to t + F - 2 of x̄."""
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
@@ -116,10 +120,12 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
 def gradients(
     dy: Array, x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config
 ) -> tuple[Array, Array, Array | None]:
-    """Compute the backward, with sums over all positions s of x̄, and with dy = 0 outside of y:
+    """Compute the backward:
 
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
+
+    Here s is a position in x̄, and dy is 0 at positions outside of y. dx is the part of dx̄ without the padding.
 
     Each CTA adds its terms of dw and db in registers. The sums of the CTAs are then added in a fixed order.
 
@@ -156,8 +162,8 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`, with `taps` elements per filter, `parts` CTAs per example and block of channels, and
-    `positions` positions of x̄."""
+    """The body of `gradients`. A filter has `taps` elements, and x̄ has `positions` positions. For each example and
+    block of channels, there are `parts` CTAs."""
 
     config: Config
     before: int
@@ -175,7 +181,7 @@ class _Backward:
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Compute `_ROWS_AT_ONCE` positions from s on. The window has the rows from s - F + 1 to s - 1 of dy."""
+            """Compute `_ROWS_AT_ONCE` positions from s on. `window` has the rows from s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
@@ -200,7 +206,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of an example in a block of channels, after `before` zeros and followed by zeros."""
+    """The rows of an example in a block of channels, with `before` rows of zeros before them, and zeros after them."""
 
     ref: Any
     example: Any
@@ -208,7 +214,7 @@ class _Rows:
     before: int = 0
 
     def load(self, position: Any) -> Array:
-        """Return the row at a position in float32. Position 0 is the first zero."""
+        """Return the row at a position in float32. Position 0 is the first of the `before` rows of zeros."""
         row, width = position - self.before, self.ref.shape[1]
         loaded = self.ref[self.example, jnp.clip(row, 0, width - 1), self.lanes].astype(jnp.float32)
         return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
@@ -230,6 +236,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Repeat `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA before row `end`."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's `rows` rows, beginning with row `first`
+    and ending before row `end`. Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Positions of a filter. The exact float32 kernels unroll all of them."""
+"""Maximum number of positions of a filter in the exact float32 kernels, which unroll all positions."""
 MAX_PLACES = 16
-"""Positions of a pooling window in the exact float32 kernels."""
+"""Maximum number of positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
@@ -29,7 +29,8 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]` for integer arrays that broadcast, or zero where (row, column) is outside."""
+    """Return `w[:, :, row, column]` for integer arrays `row` and `column` that broadcast against each other. The result
+    is zero where (row, column) is outside of the filter."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

@@ -2,8 +2,8 @@
 
 The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
 channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
-of every window that can contain the cell's positions. It adds the gradients in float32 registers, and writes each
-position of dx once, without atomics. The kernel does not use shared memory.
+of every window that can overlap the cell. It adds the gradients in float32 registers, and writes each position of dx
+once, without atomics. The kernel does not use shared memory.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Tile of `scatter_gradients`: examples per CTA."""
+    """Tile of `scatter_gradients`: number of examples per CTA."""
 
     lane_block: int
 
@@ -49,15 +49,16 @@ def scatter_gradients(
 
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
-      indices: integers of dy's shape. The position (u, v) of a window's maximum is `u * window[1] + v`.
+      indices: integers of dy's shape. If a window's maximum is at position (u, v) of the window, its index is
+        `u * window[1] + v`.
       input_size: height H and width W of the input.
-      padding: padding rows above the input, and padding columns to its left.
+      padding: number of padding rows above the input, and of padding columns to its left.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # Padded row (a * stride + r) of the input is row r of window a, row (r + stride) of window a - 1, and so on.
+    # Row `a * stride + r` of the padded input is row r of window a, row `r + stride` of window a - 1, and so on.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),
@@ -73,7 +74,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Per axis and window that can contain the cell: cells from the window's first cell, and offset in the window.
+    # For each axis and each window that can overlap the cell: the number of cells from the window's first cell to this
+    # cell, and the cell's offset in the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

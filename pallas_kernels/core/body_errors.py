@@ -1,4 +1,4 @@
-"""Errors of Mosaic GPU while it lowers a kernel's body, in words that name the body's line and the way out.
+"""Explain errors that Mosaic GPU raises while it lowers a kernel's body: name the body's line and a correction.
 
 `docs/kernel_bodies.md` has an example of each error with its correction.
 """
@@ -14,7 +14,7 @@ import jax
 _LOWERING = "pallas.mosaic_gpu.lowering"
 """End of the name of JAX's module that lowers a body, one equation after the other."""
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
-"""Folders whose lines an error does not name."""
+"""Folders of JAX and of this file. An explained error does not name lines of files in these folders."""
 _JIT = ("jit", "pjit")
 """Names of the primitive of `jax.jit` in different versions of JAX."""
 
@@ -63,11 +63,13 @@ _ADVICE = {
         "over whole vectors, loops, and `jnp.where`. Compute `{primitive}` outside of the kernel"
     ),
 }
-"""Pattern for `primitive: message` of an error -> the reason and the way out. The first matching pattern applies."""
+"""Maps a pattern for an error's `primitive: message` to the reason and a correction. The first matching pattern
+applies."""
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return Mosaic's error in the body of the kernel `name`, explained, or None for any other error."""
+    """Return an error that explains Mosaic's `error` in the body of the kernel `name`, or None if no pattern
+    matches."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -79,7 +81,8 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equations that were being lowered, from the body's equation to the innermost equation of its loops."""
+    """Yield the equations that were being lowered when `error` was raised. The first is an equation of the body, and
+    each of the others is within the loop, branch, or call that precedes it."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -91,8 +94,8 @@ def _equations(error: Exception) -> Iterator[Any]:
 def _line(equations: list[Any]) -> str:
     """Return "file:line: `code`, " for the body's line with the innermost equation, or "" if it is unknown.
 
-    JAX traces a jitted function such as `jnp.dot` once for several calls. Its equations have the line of the first
-    call, so the line of the calling equation is used.
+    JAX traces a jitted function such as `jnp.dot` once for several calls, so equations within it have the line of its
+    first call. If the innermost equation is within a jitted function, the line of the call is therefore used.
     """
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback

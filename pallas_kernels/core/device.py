@@ -53,13 +53,14 @@ _target_context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which kernels are traced, and `implementation=None` is resolved, for `device`."""
+    """Return a context in which `device` is the targeted GPU. Kernels are traced for it, and `implementation=None`
+    selects the default implementation for it."""
     with _target_context(device):
         yield
 
 
 def target() -> Device:
-    """Return `gpu()`, else Hopper: the GPU that kernels are traced for."""
+    """Return the GPU that kernels are traced for: `gpu()`, or Hopper if `gpu()` is None."""
     return gpu() or HOPPER
 
 
@@ -72,7 +73,7 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether kernels can be compiled for the targeted device, else for the default device."""
+    """Whether Mosaic GPU compiles kernels for the GPU that `gpu` returns. False if there is none."""
     device = gpu()
     return device is not None and device.runs_kernels
 
@@ -99,7 +100,8 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return a `CUdevice_attribute`, or `default` if the driver does not. JAX exposes only some of the attributes."""
+    """Ask the driver for a `CUdevice_attribute`, because JAX exposes only some of them. Return `default` if the driver
+    fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,10 +1,11 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
 
-Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations. The simulator
-reads the whole reference instead.
+Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations. In the simulator,
+they read the whole reference and index the result.
 
-A block is an array in registers of shape `(lanes, width)`. Each lane has one row of `width` adjacent elements, of at
-most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`.
+A block is an array in registers of shape `(lanes, width)`. Row i of a block is the row of lane i, which thread
+`i % LANES` of the warpgroup holds. A row has `width` adjacent elements, of at most 16 bytes or a multiple of 16 bytes.
+Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`.
 """
 
 import functools
@@ -25,17 +26,18 @@ from pallas_kernels.core.simulator import simulating
 
 
 def block_layout(lanes: int, width: int) -> Any:
-    """Return the layout of a block, with each lane's row in one register vector."""
+    """Return the register layout of a block. A thread holds the row of each of its lanes in one register vector."""
     return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the layout of a vector, with each lane in the same thread as in `block_layout`."""
+    """Return the register layout of a vector. The thread that holds a lane's row of a block also holds its element of a
+    vector."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return the lane and the column of every element of a block, int32."""
+    """Return two int32 blocks: the lane of every element, and the column of every element."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -99,7 +101,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write a block: `ref[places] = values`. If two values have the same indices, either may remain."""
+    """Write a block: `ref[places] = values`. If two values have equal indices, either may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -116,7 +118,7 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 
 def spread(numbers: Array, width: int) -> Array:
-    """Return the block of `width` columns, each of which is the vector `numbers`."""
+    """Return a block with `width` columns, each equal to the vector `numbers`."""
     (lanes,) = numbers.shape
     if simulating() is not None:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
@@ -147,7 +149,7 @@ def columns(block: Array) -> tuple[Array, ...]:
 
 
 def block_of(columns: Sequence[Array]) -> Array:
-    """Return the block with these vectors as columns."""
+    """Return the block whose columns are the vectors `columns`."""
     (lanes,), width = columns[0].shape, len(columns)
     if simulating() is not None:
         return jnp.stack(columns, axis=1)
@@ -163,7 +165,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return the float32 block whose k-th column has the sums of the k-th block's rows, added from left to right."""
+    """Return a float32 block with one column per argument. Column k has one sum per row of the k-th argument: the sum
+    of the row's elements, added from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -185,10 +188,10 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return a float32 block, and make sure that it is computed before the code that follows.
+    """Return the float32 block unchanged, and make the compiler compute it before the code that follows.
 
-    Otherwise LLVM moves the last addition to a loop's carry to the end of the loop. Until then, the terms need as many
-    registers as the sums.
+    Without this call, LLVM moves the last addition to a loop's carry to the end of the loop's body. Until that
+    addition, the terms that are added need as many registers as the carry.
     """
     if simulating() is not None:
         return block
@@ -207,10 +210,11 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep a thread's accesses to shared memory before this call before its accesses after it.
+    """Keep the compiler from moving a thread's accesses to shared memory from one side of this call to the other.
 
-    LLVM treats shared memory as an object of size zero, and may assume that accesses to an element and to a vector
-    never overlap. It then reuses a stored vector, and misses later additions to its elements.
+    LLVM treats shared memory as an object of size zero. It may therefore assume that an access to an element never
+    overlaps an access to a vector. Instead of loading a vector, LLVM may then reuse the vector that was stored before,
+    and miss additions to single elements since then.
     """
     if simulating() is not None:
         return
@@ -223,8 +227,8 @@ def compiler_fence() -> None:
 
 
 def meet(barrier: Any) -> None:
-    """Wait until all warpgroups of a CTA arrive, and make their writes to shared memory visible. Only the simulator
-    uses `barrier`, which has one arrival per warpgroup."""
+    """Wait until all warpgroups of the CTA call this function, and make their writes to shared memory visible to each
+    other. Only the simulator uses `barrier`, which has one arrival per warpgroup."""
     if simulating() is not None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -242,10 +246,10 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory, aligned to a thread's access. One list has one dtype. The i-th
-        references of all lists have the same length.
-      array, start: integers, the same in all threads. `start` is a multiple of the block's size. Beyond the end, the
-        block repeats the array's last element.
+      lists: lists of references `(n,)` to device memory. Each reference is aligned to the bytes of a row of the block.
+        All references of a list have one dtype, and the i-th references of all lists have one length.
+      array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. If the block
+        reaches beyond the end of the reference, the missing elements are copies of the reference's last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -276,7 +280,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write one block per list, where `load_of` reads. Elements beyond the array's end are not written."""
+    """Write one block per list to the elements from which `load_of` would load it. Elements beyond a reference's end
+    are not written."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -347,7 +352,7 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return pointers to the `array`-th array of each list, and their length, from a single branch."""
+    """Return pointers to the `array`-th array of each list, and the length of these arrays. One switch selects them."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

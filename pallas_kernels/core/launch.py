@@ -8,8 +8,8 @@ after the grid's axes:
 
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
-Lowered for CUDA, the body is a Mosaic GPU kernel. On other platforms, it runs in Pallas' interpreter. A launch is a JAX
-primitive, whose body is traced only when it is lowered: see docs/architecture.md.
+Lowered for CUDA, the body is a Mosaic GPU kernel. On other platforms, it runs in Pallas' interpreter. `launch` binds a
+JAX primitive. JAX traces the body only when it lowers this primitive: see docs/architecture.md.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-# Importing this module adds its settings to jit's cache key. If a kernel imported it, every earlier program would be
-# compiled again.
+# Importing `fuser` adds its settings to jit's cache key. If it were imported later, with the first kernel, JAX would
+# compile every earlier program again.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
@@ -62,7 +62,7 @@ def launch(
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`.
 
-    Each of `arrays`, `out`, and `scratch` may be a pytree or None, and the body gets references in its structure.
+    Each of `arrays`, `out`, and `scratch` may be a pytree or None. The body gets references in the same structure.
 
     Args:
       body: the kernel, which writes every element of every output.
@@ -71,15 +71,16 @@ def launch(
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
       warpgroups: warpgroups per CTA, distinguished by the body's keyword argument `warpgroup`.
-      cluster: axis name -> number of CTAs per point of `grid` that can access each other's shared memory.
+      cluster: axis name -> number of CTAs along this axis. Each point of `grid` then has a cluster of CTAs, which can
+        access each other's shared memory.
       scratch: shared memory and barriers. A kernel with scratch runs only on GPUs and in the simulator: see `on_gpu`.
-      barriers: whether a warpgroup synchronizes before and after each store. This is unnecessary if a barrier of the
-        body, such as `plgpu.commit_smem`, comes before each read of another thread's data.
-      sums_across_warps: whether the body sums along an axis that several warps share, for which 2 KiB of shared memory
-        are reserved.
-      in_place: index among all leaves of `arrays` -> index of an output of the same shape and dtype, which may use the
-        array's memory. Only the CTA that reads an element may write it, after the read. XLA copies an array that is
-        still needed.
+      barriers: whether Mosaic synchronizes a warpgroup before and after each store. Pass False if the body has a
+        barrier, such as `plgpu.commit_smem`, before each read of data that another thread wrote.
+      sums_across_warps: whether the body sums along an axis that several warps share. If so, 2 KiB of shared memory are
+        reserved.
+      in_place: index of an input among all leaves of `arrays` -> index of an output of the same shape and dtype. The
+        output may then use the input's memory. Only the CTA that reads an element may write it, after the read. If a
+        program still needs the input after the launch, XLA copies it first.
       skippable: indices of entries of the tuple `out`. If a compiled program does not use an entry, the body gets None
         for it, and must not write it. A kernel with `in_place` cannot skip outputs.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
@@ -92,7 +93,7 @@ def launch(
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
         the body's line and a way to avoid the error: see `docs/kernel_bodies.md`.
     """
-    # The default semantics differ between JAX versions. Lane lowers unrolled bodies much faster.
+    # The default lowering semantics differ between JAX versions. Unrolled bodies lower much faster with `Lane`.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     options["approx_math"] = approximate
     if not sums_across_warps:
@@ -104,7 +105,7 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return the body as functions of arrays, for CUDA and for the interpreter."""
+        """Return two functions of arrays that run the body: one for CUDA, and one for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -127,7 +128,8 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether kernels take mutable references, so that results may be `in_place`."""
+"""Whether this version of JAX passes mutable references to kernels, which `in_place` needs. Without them, `in_place`
+has no effect."""
 
 
 def _mosaic(
@@ -222,9 +224,10 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result of `ndim` axes on the arrays' automatic mesh, without partitioning, or None.
+    """Return the sharding of a result with `ndim` axes that is not partitioned over the arrays' mesh.
 
-    On explicit or manual axes, the caller of `launch` determines the sharding.
+    Return None if no array has a mesh whose axes are all automatic. On explicit or manual axes, the caller of `launch`
+    determines the sharding.
     """
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
@@ -233,7 +236,7 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of `out`: its leaves, whether it may be skipped, and whether it is written."""
+    """An entry of `out`: the shapes of its leaves, whether the kernel may skip it, and whether the kernel writes it."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -241,7 +244,8 @@ class _Entry:
 
 
 def _bind(name, functions, arrays, entries, in_place):
-    # A body is traced in the contexts of the lowering. Contexts of this call that affect the body are passed along.
+    # JAX traces the body later, during lowering, when other contexts may be set. The x64 setting of this call is
+    # therefore passed along.
     x64 = jax.config.jax_enable_x64
 
     def parameters(entries):
@@ -261,7 +265,7 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Skip unused outputs if the kernel can. JAX calls this function when it removes unused operations."""
+    """Remove unused outputs that the kernel can skip. JAX calls this function when it removes unused operations."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):
@@ -338,8 +342,8 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` on a GPU or simulated, else `fallback(*arrays)`. Both functions must return the same
-    values up to rounding."""
+    """Return `kernel(*arrays)` on a GPU or in the simulator, else `fallback(*arrays)`. Both functions must return the
+    same values up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)
@@ -347,9 +351,10 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, type the arrays as varying along every mesh axis along which one of them varies.
+    """Within shard_map, cast the arrays so that all of them vary along each mesh axis along which any of them varies.
 
-    The gradient of an array that is the same on all devices is thereby summed over the devices.
+    The transpose of this cast is a sum over devices. If an array is the same on all devices, autodiff therefore sums
+    its gradient over the devices.
     """
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)

@@ -20,9 +20,9 @@ OPERAND_BYTES = 128
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """Load `ref` into registers of `layout`; `optimized=False` allows slower accesses.
+    """Load `ref` into registers with the given layout. With `optimized=False`, the layout may need slower accesses.
 
-    The simulator has no layouts, and its older versions do not support this load.
+    In the simulator, `ref` is read without a layout, because older versions of the simulator lack `plgpu.load`.
     """
     if simulating() is not None:
         return ref[...]
@@ -41,7 +41,7 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` processes at once: two tiles of its layout. Not tuned."""
+"""Number of rows that `sums_over_lanes` sums at once: two tiles of its layout, 16 rows each. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
@@ -77,34 +77,36 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory for bulk copies, whose last axis takes at most `OPERAND_BYTES` bytes. Swizzled rows avoid
-    bank conflicts between threads that store a `wgmma` accumulator."""
+    """Return swizzled shared memory for bulk copies. Its last axis may take at most `OPERAND_BYTES` bytes. Swizzling
+    avoids bank conflicts between threads that store a `wgmma` accumulator."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: an `operand`, and `swizzled` memory of shape `box` with the same rows.
+    """Return shared memory with two views: an `operand` for products, and a box, which is `swizzled` memory for bulk
+    copies. The box has the shape `box` and the same rows as the operand.
 
-    A bulk copy into an operand must begin at a tile of the array in device memory. A copy into a box may begin
-    anywhere. In the simulator, the result is only the operand.
+    A bulk copy into the operand must begin at a multiple of the operand's tile in device memory. A bulk copy into the
+    box may begin anywhere. In the simulator, the result is only the operand.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
 
 def as_operand(ref: Any) -> Any:
-    """Return the view of an `operand_and_box` for products, loads, and stores."""
+    """Return the operand of memory from `operand_and_box`: the view for products, loads, and stores."""
     return ref if simulating() is not None else ref[0]
 
 
 def as_box(ref: Any) -> Any:
-    """Return the view of an `operand_and_box` for bulk copies."""
+    """Return the box of memory from `operand_and_box`: the view for bulk copies. Not for use in the simulator."""
     return ref[1]
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Run `plgpu.wgmma` with the left operand in registers, or in the simulator in `scratch` in shared memory."""
+    """Run `plgpu.wgmma` with the left operand in registers. In the simulator, first copy the left operand to `scratch`
+    in shared memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -116,9 +118,9 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return `sums` after `add(*accumulators)` has added products to them by `plgpu.wgmma`.
+    """Return each of `sums` plus the products that `add(*accumulators)` adds to its accumulator with `plgpu.wgmma`.
 
-    In the simulator, accumulators can only begin at zero, so `sums` are added afterwards.
+    Accumulators begin at `sums`. In the simulator, they can only begin at zero, so `sums` are added afterwards.
     """
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
@@ -132,11 +134,12 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to TF32, to which the tensor cores would truncate them. Return other dtypes unchanged."""
+    """Round float32 values to the nearest TF32 values; the tensor cores would truncate them instead. Return other
+    dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # A GPU's NaN has all bits set, so the addition would overflow.
+    # In the NaN that a GPU computes, all bits except the sign are set. The addition would turn this NaN into -0.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
@@ -148,8 +151,8 @@ def zeros_like(vector: Array) -> Array:
 def vector_length(*arrays: Array) -> int:
     """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes, and vectors need
-    the same number of elements per thread to be combined.
+    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes at once: 4 elements
+    in half precision, but only 2 in float32. Only vectors with the same number of elements per load can be combined.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -159,8 +162,8 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of them convert
-    booleans, and JAX 0.11 starts a process for each such conversion in a kernel.
+    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of these operations
+    convert booleans, and JAX 0.11 starts a process for each such conversion in a kernel.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 

@@ -15,7 +15,7 @@ _simulation = jax.make_user_context(None)
 
 
 def simulating() -> Any:
-    """Return the simulator's parameters within `simulated`, else None."""
+    """Return the simulator's parameters within the context `simulated`, else None."""
     return _simulation.value
 
 

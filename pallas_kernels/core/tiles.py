@@ -26,7 +26,7 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function that launches a kernel, with its requirements and its heuristic.
+    """A function that launches a kernel, together with the kernel's requirements and heuristic.
 
     Attributes:
       name: name of the file, followed by the name of the function, such as `conv2d.correlate`.
@@ -87,14 +87,14 @@ def kernel(
 
     Args:
       heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass, or to None.
-      unsupported: maps `(*arrays, **options)` to the reason why they are unsupported, or to None.
+      unsupported: maps `(*arrays, **options)` to the reason why these arguments are unsupported, or to None.
       capability: see `Kernel`.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
-    """Raise ValueError unless a tile's size divides the length of its axis."""
+    """Raise ValueError unless the size of a tile divides the length of the axis that the tiles divide."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}, the size of its axis")
 

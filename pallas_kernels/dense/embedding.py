@@ -1,10 +1,11 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 One CTA writes each element of the table's gradient, without atomic additions.
 
-XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. Most runs are short or empty. A CTA
-computes a whole row with a short run, several blocks of features at once, because a CTA per block would take longer to
-launch than to run. A row with a long run has one CTA per block of features. These CTAs start first, so that they do not
-finish last. A CTA adds gradients in float32 registers, in the order of the tokens.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. Most runs are short or empty. If a
+row's run is short, one CTA computes the whole row, several blocks of features at once. With one CTA per block, a CTA
+would take longer to launch than to run. If a row's run is long, the row has one CTA per block of features. The CTAs of
+long runs start first, so that they do not finish last. A CTA adds gradients in float32 registers, in the order of the
+tokens.
 """
 
 import dataclasses
@@ -20,16 +21,16 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _LONG_RUN = 64
-"""Number of tokens from which a run is long. Not tuned."""
+"""Fewest tokens of a long run. Not tuned."""
 _LOADS_IN_FLIGHT = 16
 """Number of vectors that are loaded before the first of them is added, to hide latency. Not tuned."""
 _BLOCKS_AT_ONCE = 8
-"""Maximum number of blocks of a short run that a CTA computes at once. Not tuned."""
+"""Maximum number of blocks of features that a CTA computes at once, for a row with a short run. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` features of one row, a multiple of `LANES` that divides the number of features."""
+    """Number of features per block: a multiple of `LANES` that divides the number of features."""
 
     length: int
 
@@ -49,7 +50,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
-      order: the tokens in the order of their rows, int32.
+      order: `(tokens,)`, int32, the indices of the tokens, sorted by row.
       starts: `(rows + 1,)`, int32. The run of row r begins at `starts[r]` and ends before `starts[r + 1]`.
 
     Returns:
@@ -113,8 +114,10 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, and the number of rows as other entries. Long runs contain multiples of
-    `_LONG_RUN`, so only the rows at these positions are tested."""
+    """Return the rows with long runs. The result has a fixed length; its other entries are the number of rows.
+
+    A long run contains a position that is a multiple of `_LONG_RUN`. Only the rows at these positions are tested.
+    """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -1,5 +1,5 @@
-"""The gradients of a dense layer, with the batch as the last axis. They are gradients of a 1 x 1 convolution, and
-`conv.conv2d` describes its kernels. Here o is an output, i an input, and n an example."""
+"""The gradients of a dense layer, with the batch as the last axis. A dense layer is a 1 x 1 convolution, so the kernels
+of `conv.conv2d` compute its gradients. In the formulas, o is an output, i an input, and n an example."""
 
 from jax import Array
 

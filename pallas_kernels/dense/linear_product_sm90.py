@@ -2,12 +2,14 @@
 
 A CTA is persistent: it computes one tile of the result after another. A producer warpgroup copies blocks of both
 operands by TMA into a ring of stages in shared memory. Two consumer warpgroups multiply the blocks with `wgmma`, and
-hold the sums in registers. An epilogue stores each tile's sums. Two CTAs can form a cluster of tiles that lie one above
-the other and need equal blocks of the right operand. Each CTA multicasts half of a block.
+hold the sums in registers. An epilogue stores each tile's sums. Two CTAs can form a cluster. They then compute two
+tiles, one below the other, which need the same blocks of the right operand. Each CTA copies half of each block, and
+multicasts it to both.
 
-In the ping-pong schedule, one consumer stores a tile while the other consumer multiplies the next tile. In the
-cooperative schedule, each consumer computes half of a tile's rows. The tile is then twice as large, so fewer bytes are
-read per product. If the summed axis is split (split-K), there is one result per split.
+In the ping-pong schedule, each consumer computes separate tiles: one consumer stores a tile while the other multiplies
+the next tile. In the cooperative schedule, both consumers compute the same tile, and each has half of its rows. The
+tile can then be twice as large, so fewer bytes are read per multiplication. If the summed axis is split (split-K),
+there is one result per split.
 
 A kernel is a subclass of `Product`, whose body calls `run`.
 """
@@ -29,10 +31,10 @@ from pallas_kernels.core.tiles import check_divides
 ITEM_BYTES = 2
 """Bytes of a half-precision element."""
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Elements of the summed axis per step, which fill one row of an operand."""
+"""Number of elements of the summed axis that a step multiplies. They fill one row of an operand's tile."""
 
 CONSUMERS = 2
-"""Number of consumer warpgroups. The registers of each hold 64 x 256 or 128 x 128 sums."""
+"""Number of consumer warpgroups. The registers of each consumer hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers: 512 for a producer
@@ -52,7 +54,8 @@ class Config:
       stages: number of stages of the ring.
       splits: number of parts of the summed axis.
       cluster: number of CTAs per cluster, 1 or 2.
-      raster: width of a column block in tiles, or 0 for a single block. One block is computed after another.
+      raster: the result is divided into blocks of this number of columns of tiles, which are computed one after
+        another. It is 0 for a single block.
     """
 
     rows: int
@@ -63,8 +66,8 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return the config with clusters of two: best if the result has more tiles than there are multiprocessors."""
-        # Concurrent tiles then form a square, which shares rows and columns of the operands through the L2 cache.
+        """Return the config with clusters of two CTAs, for results with more tiles than there are multiprocessors."""
+        # With this raster, concurrent tiles form a square, and share rows and columns of the operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
@@ -81,7 +84,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return a tile's row and column, in units of tiles, in column blocks of `width` tiles per row.
+    """Return the row and column, in units of tiles, of the tile with this index. Tiles are visited row by row within a
+    column block of `width` tiles per row, from its top.
 
     `plgpu.planar_snake` would visit every other column block from its bottom.
     """
@@ -100,7 +104,8 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Number of consumers per tile: one in the ping-pong schedule, in which all tiles need equally many steps."""
+    """Number of consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, and
+    two in the cooperative schedule."""
 
     def check(self, kernel: str) -> None:
         """Raise ValueError unless tiles divide the columns, and column blocks divide the columns of tiles."""
@@ -144,12 +149,14 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand: each CTA of a cluster copies a share to all CTAs."""
+        """Keyword arguments for copies of the right operand. Each CTA of a cluster copies one half of a block to both
+        CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Barriers at which copies arrive, one per turn and stage, and at which consumers release a stage."""
+        """Two arrays of barriers: the first, one per turn and stage, for the arrival of copies; the second, one per
+        stage, at which consumers release the stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -183,9 +190,10 @@ class Product:
 
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
-            `count` counts the steps of all tiles.
-          spans: function from a tile to consecutive ranges of steps, `(first, end, multiply)`.
-            `multiply(stage, *accumulators)` starts a step's products, and finishes the previous step's products.
+            `count` is the number of this step among the steps of all of the CTA's tiles.
+          spans: function from a tile to a list of `(first, end, multiply)`, consecutive ranges of steps with the
+            function for each range. `multiply(stage, *accumulators)` starts the products of a step, and waits for the
+            products of the step before.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums, which are in registers.
         """
 
@@ -205,9 +213,10 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, from tile number `first`. Return
-        the last count. `count` is the number of steps before the tile, including skipped tiles. `turn` is the index of
-        the tile's consumer in the ping-pong schedule, else 0."""
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, beginning with tile number
+        `first`. Return the last count. `count` is the number of steps of all of the CTA's tiles before this tile,
+        including tiles that are skipped. `turn` is the index of the tile's consumer in the ping-pong schedule, else
+        0."""
 
         def visit_next(i, count):
             number = first + i * stride

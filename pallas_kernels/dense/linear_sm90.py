@@ -7,10 +7,11 @@ Here o is an output, x the input, w and b the parameters, and dy the gradient wi
 z or dw by the pipeline of `linear_product_sm90`: TMA copies to shared memory, `wgmma`, and sums in registers.
 
 For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
-cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The summed axis is the outermost axis of
-both operands, which `wgmma` supports in half precision. It is split (split-K) until all multiprocessors are busy, and
-the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones yields db. The CTAs that read
-a column of dy share the rows of this sum.
+cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. For dw, the summed axis is the outermost
+axis of both operands, which `wgmma` supports in half precision. The summed axis is split (split-K) until all
+multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones
+yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these CTAs computes this
+product for a part of the rows.
 """
 
 import dataclasses
@@ -34,25 +35,25 @@ from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PROD
 _ROWS = 128
 """Rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 if 256 does not divide the result's
-columns, or if one consumer holds the whole tile."""
+"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not divide the
+result's columns, or if one consumer holds the whole tile."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Fewest rows for which the kernels are selected (docs/lab/2026-11-21-dense.md), and fewest inputs for which the
-forward is selected. The lab has no measurement for the inputs."""
+"""Fewest rows for which the heuristics select the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for which
+they select the forward. The lab has no measurement for the number of inputs."""
 
 _MAX_STAGES = 6
-"""Maximum number of stages. On Hopper, four stages fit with the largest tiles. Three were slower there:
+"""Maximum number of stages. On Hopper, four stages of the largest tiles fit. Three stages were slower:
 docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Bytes of shared memory that are reserved: 2 KiB for Mosaic's sums across warps, and 512 bytes for barriers."""
 _STEP_MICROSECONDS = 0.75
-"""Microseconds per step of a tile of 128 x 256 on an H200, to choose the number of splits. The lab has no page for it;
-the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Estimated microseconds per step of a tile of 128 x 256 on an H200, to choose the number of splits. The lab has no
+page for this number, but the rates in docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Bytes per microsecond of the splits' sums, to choose the number of splits: less than the rate of a copy on an H200.
-Not tuned."""
+"""Estimated rate at which the splits' sums are written and read, to choose the number of splits. It is less than the
+rate of a copy on an H200. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -157,12 +158,13 @@ def _forward_heuristic(x, w, b):
 
 @kernel(unsupported=_forward_unsupported, heuristic=_forward_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
-    """Return `x wᵀ + b` in x's dtype, rounded once.
+    """Return `x wᵀ + b` in x's dtype. The float32 sums are rounded once, after b is added.
 
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: one split, and tiles of 64 or 128 columns that divide the outputs; else ValueError.
+      config: must have one split, and tiles of 64 or 128 columns that divide the outputs. Otherwise, ValueError is
+        raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -190,7 +192,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Columns of ones: the fewest columns of a wgmma (PTX ISA)."""
+"""Number of columns of ones: the fewest columns of a wgmma (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
@@ -238,8 +240,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Return three ranges of steps, of which only the second is added to db. The second ranges of a row of tiles
-        cover all steps."""
+        """Return three ranges of steps. All are added to dw, and only the second is added to db. Together, the second
+        ranges of all tiles in a row of tiles cover each step once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

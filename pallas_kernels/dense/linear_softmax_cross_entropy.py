@@ -1,8 +1,9 @@
 """Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
-A CTA computes one part of a row. In the first kernel, it loops over the part once. Each thread holds maxima and sums of
-exponentials so far in registers, and rescales a sum when its maximum grows. XLA combines the parts of a row. The second
-kernel reads the logits and the statistics, and overwrites the logits with the gradient.
+A CTA computes one part of a row. In the first kernel, it loops over the part once. Each thread keeps, in registers, the
+maxima and the sums of exponentials of the logits that it has read. If a maximum grows, the thread rescales the sum. XLA
+combines the statistics of the parts of a row. The second kernel reads the logits and the statistics, and overwrites the
+logits with the gradient.
 """
 
 import dataclasses
@@ -20,14 +21,21 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""Number of vectors whose loads are in flight at once, and fewest vectors per part if the row is long enough.
-`_MAX_PARTS` and `_UNROLLED` come from docs/lab/2026-11-26-large-vocabulary.md."""
+"""`_MAX_PARTS` is the maximum number of parts per row. `_UNROLLED` is the number of vectors whose loads are in flight
+at once; a part has at least this number if the row is long enough. Both come from
+docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a row: logits per vector, which divide its length; parts; and vectors with loads in flight at once."""
+    """Tiles of a row.
+
+    Attributes:
+      length: logits per vector, a divisor of the row's length.
+      parts: number of parts of a row, one CTA per part.
+      unrolled: number of vectors whose loads are in flight at once.
+    """
 
     length: int
     parts: int
@@ -60,15 +68,16 @@ def statistics(
     """Compute the statistics of each row of `z = cap(logits + b)`, with `cap(a) = softcap tanh(a / softcap)`.
 
     Args:
-      logits: `(rows, columns)`, columns a multiple of `LANES`. Only the first `classes` columns are logits.
-      labels: `(rows,)`, int32. A label that is not a class is -1.
+      logits: `(rows, columns)`, columns a multiple of `LANES`. Only the first `classes` columns are logits; the others
+        are padding.
+      labels: `(rows,)`, int32. If a row's label is not a class, it must be -1.
       b: bias `(columns,)`, or None.
       softcap: the bound of the cap, or None, for which `cap(a)` is a.
       with_sum: whether to compute `Σ z`.
 
     Returns:
-      The largest z, `Σ exp(z - largest)`, `Σ z` or None, and the label's z, each `(rows,)` in float32. For the label
-      -1, the last is the z of class 0.
+      (largest, total, sum, label_z), each `(rows,)` in float32: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and
+      the z of the label. For the label -1, label_z is the z of class 0.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -88,7 +97,7 @@ def statistics(
                 sum_ = sum_ + jnp.where(exists, z if is_class is None else jnp.where(is_class, z, 0.0), 0.0)
             return new, total, sum_
 
-        # The lower bound is finite, because the difference of two infinities would be NaN.
+        # The maximum starts at a finite number, because the difference of two infinities would be NaN.
         lowest = zero + jnp.finfo(jnp.float32).min
         lane_largest, lane_total, lane_sum = lax.fori_loop(0, groups, accumulate, (lowest, zero, zero))
         part_largest = jnp.max(lane_largest)
@@ -147,8 +156,8 @@ def gradient(
       largest, total: results of `statistics`.
 
     Returns:
-      dlogits in the shape and dtype of the logits, and in their memory unless the logits are still needed. Columns
-      after `classes` are 0.
+      dlogits in the shape and dtype of the logits. They use the memory of the logits, which XLA copies first if they
+      are still needed. The columns that pad the logits are 0.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -216,14 +225,17 @@ class _Part:
         return quotient(self.length // self.config.length - part + parts - 1, parts)
 
     def columns(self, i, part):
-        """Return the columns of a part's i-th vector, or of its last vector."""
+        """Return the columns of a part's i-th vector, or of its last vector if it has at most i."""
         first = (jnp.minimum(i, self.count(part) - 1) * self.config.parts + part) * self.config.length
         return pl.ds(first, self.config.length)
 
     def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros). `load_group(group)` loads `unrolled` vectors, the
-        last one repeatedly if there are fewer. For each vector, it returns whether the vector exists, z, and the mask
-        of columns that are classes, or None if all are."""
+        """Return (load_group, number of groups, a vector of zeros).
+
+        `load_group(group)` loads `unrolled` vectors, and repeats the part's last vector if there are fewer. For each
+        vector, it returns (exists, z, is_class): whether the vector exists, its z, and the mask of columns that are
+        classes. If all columns are classes, the mask is None.
+        """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

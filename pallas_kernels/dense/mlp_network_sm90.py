@@ -1,7 +1,8 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Activations have one row per example, padded to a multiple of 32. A 1 follows a hidden layer's outputs, so that the next
-layer's weight gradient also contains that layer's bias gradient.
+Activations have one row per example, padded to a multiple of 32 columns. After the outputs of a hidden layer, a row has
+a 1. The weight gradient of the next layer is a product with these rows. Its column for the 1 is therefore the bias
+gradient of the next layer.
 """
 
 import dataclasses
@@ -22,11 +23,12 @@ EXAMPLES = 64
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Number of a layer's inputs per slice of its weights, which fill one row of an operand."""
+"""Number of a layer's inputs in a slice of its weights. They fill one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once, while the outputs also take shared memory. Not tuned."""
+"""Number of columns of dx that `forward_and_gradients` computes at once. More columns would need larger stages, and the
+activations of all layers also take shared memory. Not tuned."""
 _MAX_STAGES = 8
-"""Maximum number of slices in the ring. More bring no speedup (docs/lab/2026-11-21-dense.md). Not tuned."""
+"""Maximum number of slices in the ring. More slices bring no speedup (docs/lab/2026-11-21-dense.md). Not tuned."""
 _RESERVED_BYTES = 11 * 1024
 """Bytes of shared memory that stay free. Mosaic's sums across warps and barriers take less than 3 KiB. The rest keeps
 the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's layers."""
@@ -34,13 +36,14 @@ the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's l
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The number of slices in the ring of weights, 1 in `weighed_gradients`."""
+    """Number of slices in the ring of weights. `weighed_gradients` has no ring, and its number is 1."""
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer's outputs followed by a 1, and of the logits."""
+    """Return the padded widths of rows: of x, of the outputs of each hidden layer with the 1 after them, and of the
+    logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 

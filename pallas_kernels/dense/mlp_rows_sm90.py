@@ -1,5 +1,6 @@
-"""Loads, stores, and softmax for a perceptron's kernels, for the 64 examples of a CTA. In device memory, an example is
-a row or a column. An operand of `wgmma` in shared memory has one row per example."""
+"""Loads, stores, and softmax for the 64 examples of a CTA, in the kernels for multi-layer perceptrons. In device
+memory, an example is a row of some arrays and a column of others. In shared memory, an operand of `wgmma` has one row
+per example."""
 
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 def _turned() -> Any:
     """Return the register layout of a slice that is copied from columns in device memory to rows of an operand.
 
-    A warp copies 8 examples by 4 inputs. The 8 examples form one sector of device memory. In the operand, the 4 inputs
-    take 16 bytes of a row, and the 8 rows are in different banks.
+    A warp copies 4 inputs of 8 examples at a time. For each input, the 8 examples form one sector of device memory. In
+    the operand, the 4 inputs of an example take 16 bytes of a row, and the 8 rows are in different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
@@ -42,7 +43,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store rows to the operand and to `ref`. With `bulk`, the TMA copy to `ref` may still run afterwards."""
+    """Store rows to the operand and to `ref`. With `bulk`, a TMA copy from the operand to `ref` is started, and may
+    still run after the return."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -61,16 +63,17 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    Without the mask, an infinite or NaN input would spread to all columns of the next layer, because its products with
-    the zeros that pad the weights are NaN.
+    An infinite or NaN input times the zeros that pad a layer's weights is NaN, so the padding of the layer's rows
+    becomes NaN. Without the mask, this padding would make all columns of the next layer NaN.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits, in registers. `shifted_logits` is the logits minus the maximum of their row,
-    and -inf after the last class. `total` is the sum of a row of exponentials. `label_mask` is true at the label."""
+    """The softmax of each row of logits, in registers. `shifted_logits` has the logits minus the maximum of their row,
+    and -inf in the columns after the last class. `exponentials` has their exponentials, and `total` has the sum of each
+    row of exponentials. `label_mask` is true in the column of a row's label."""
 
     shifted_logits: Array
     exponentials: Array

@@ -6,9 +6,9 @@ ReLU, and softmax are computed on the sums in registers. The forward writes the 
 outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU, and to
 x. Factors of products are rounded to TF32; the rest is in float32. Rows are padded to `Network.widths`.
 
-Launches and latencies bound small batches. For them, one kernel computes the forward and the gradients of each
-example's loss, without dy. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients by dy and
-computes the parameters' gradients.
+For small batches, launches and latencies take most of the time. One kernel therefore computes the forward and, without
+dy, the gradients of each example's loss. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients
+by dy and computes the parameters' gradients.
 """
 
 import functools
@@ -39,12 +39,12 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Maximum number of columns of a wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch size for which one kernel computes the forward and the gradients. It was faster at 1024, and slower at
-8192: docs/lab/2026-11-21-dense.md."""
+"""Largest batch size for which one kernel computes both the forward and the gradients. Compared with two kernels, it
+was faster at 1024, and slower at 8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """Return why `forward` or `backward`, which are used together, does not support the arguments, or None."""
+    """Return why `forward` or `backward` does not support the arguments, or None. The two kernels are used together."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -62,8 +62,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward`, where `gradients` and `dx` are None, and of `forward_and_gradients`. `operands` are rows
-    of x and of each hidden layer's outputs, in shared memory."""
+    """References of `forward` and of `forward_and_gradients`. In `forward`, `gradients` and `dx` are None. `operands`
+    are the rows of x and of each hidden layer's outputs, in shared memory."""
 
     x: Any
     labels: Any
@@ -86,7 +86,8 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Return the logits. A hidden layer writes its outputs to the next layer's operand."""
+    """Compute all layers, and return the logits. The outputs of a hidden layer are written to the next layer's operand,
+    and to device memory."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -127,8 +128,9 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Compute `h = max(0, w h + b)` for each layer but the last, starting with h = x. Then compute the logits
-    `w h + b` and the loss `logsumexp(logits) - logits[label]`. Here w and b are a layer's weights and bias.
+    """Compute `h = max(0, w h' + b)` for each layer but the last, where h' is the h of the layer before, or x. Then
+    compute the logits `w h' + b` and the loss `logsumexp(logits) - logits[label]`. w and b are a layer's weights and
+    bias.
 
     Args:
       x: `(widths[0], N)`, one example per column, as the convolutions return it.
@@ -136,7 +138,8 @@ def forward(
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
-      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[layer])`, where a 1 follows the layer's outputs.
+      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[i])`, i = 1, 2, ..., where a 1 follows the layer's
+      outputs. Here widths is `Network.widths`.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)
@@ -164,7 +167,8 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`. `operands` are gradients with respect to each layer's sums, in shared memory."""
+    """References of `backward`. `operands` are the gradients with respect to each layer's sums before ReLU, in shared
+    memory."""
 
     dy: Any
     labels: Any
@@ -214,7 +218,7 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of Σ dy loss with respect to the logits, each hidden layer's sums before ReLU, and x.
+    """Compute the gradients of `Σ dy loss` with respect to the logits, each hidden layer's sums before ReLU, and x.
 
     Args:
       dy: `(N,)`.
@@ -285,8 +289,8 @@ def forward_and_gradients(
     """Compute the results of `forward`, and of `backward` for dy = 1.
 
     Returns:
-      loss, logits, and each h as from `forward`, and the gradients of each example's loss as from `backward`. If an
-      example's label is not the index of a class, its gradients are 0.
+      (loss, logits, hidden, gradients): the results of `forward`, and a tuple of the results of `backward` for dy = 1.
+      If an example's label is not the index of a class, its gradients are 0.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T

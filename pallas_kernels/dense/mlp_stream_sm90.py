@@ -1,8 +1,8 @@
 """The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
 
-The weights of each product are padded, rounded to TF32, and divided into slices of 32 of the product's inputs. A kernel
-copies slices by TMA to a ring of stages in shared memory. `wgmma` multiplies rows in shared memory by the slices, with
-the sums in registers.
+The weights of each product are padded, rounded to TF32, and divided into slices. A slice has the weights for 32 inputs
+and all outputs of the product. A kernel copies slices by TMA to a ring of stages in shared memory. `wgmma` multiplies
+rows in shared memory by the slices, with the sums in registers.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
-        """Indices of each product's slices."""
+        """For each product, the indices of its slices among all slices."""
         ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -65,7 +65,7 @@ class Stream:
         return self.steps[-1].stop
 
     def ring(self, fetched: range) -> Ring:
-        """Return the ring, which fetches only these slices."""
+        """Return a view of the ring that can only fetch the slices with the indices `fetched`."""
         return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
 
     def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:
@@ -87,7 +87,7 @@ class Stream:
     def multiply(self, product: int, operand: Any) -> Array:
         """Return the operand times a product's weights. Products must be computed in order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While one slice is multiplied, the stage of the previous slice is filled. The first slice has no previous one.
+        # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)
@@ -98,7 +98,7 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has finished multiplying the previous slice.
+                # After this wait and barrier, every warp has finished multiplying the previous slice.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

@@ -1,9 +1,9 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw for 128 examples. It loads these examples' gradients and the layer's inputs, and
-multiplies the gradients by dy. It stores both transposed in shared memory, and multiplies them with `wgmma`. XLA then
-adds the sums over each 128 examples in a fixed order. A 1 after the inputs of each example yields db as a column of dw.
-Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw for 128 examples. It loads the gradients with respect to the layer's sums and
+the layer's inputs, and multiplies the gradients by dy. It stores gradients and inputs in shared memory, transposed, and
+multiplies them with `wgmma`. XLA then adds the dw of all groups of 128 examples in a fixed order. A 1 after the inputs
+of each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -24,8 +24,9 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References of `_WeighedGradients.body`. `sums` is each layer's dw for each 128 examples. `left` and `right` are
-    transposed gradients and inputs of a tile, in shared memory, which both warpgroups store before `tile_stored`."""
+    """References of `_WeighedGradients.body`. `sums` has each layer's dw, separately for each group of 128 examples.
+    `left` and `right` are the transposed gradients and inputs for a tile, in shared memory. At the barrier
+    `tile_stored`, both warpgroups have stored their halves of `left` and `right`."""
 
     dy: Any
     x: Any
@@ -47,7 +48,8 @@ class _WeighedGradients:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles in each layer's dw. The first layer has another column, for the ones after x."""
+        """Numbers of rows and of columns of tiles in each layer's dw. The first layer has one more column of tiles, for
+        the ones after x."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -91,11 +93,11 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Store a tile of the weighed gradients and of the layer's inputs to shared memory, transposed, as TF32."""
+        """Store the gradients times dy and the layer's inputs for a tile to shared memory, transposed and as TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # Half of the rows of a layer's last tiles may lie beyond its outputs. They repeat other rows, and their sums
-        # are unused.
+        # Half of the rows of a layer's last tiles may lie beyond the layer's outputs. These rows repeat other rows, and
+        # their sums are unused.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -142,8 +144,9 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    Here g is the gradient of each example's loss, with respect to x in dx, and with respect to a layer's sums in dw and
-    db. h is the layer's input, o an output, and i an input.
+    g is the gradient of each example's loss. In the formula for dx, it is the gradient with respect to x. In the
+    formulas for dw and db, it is the gradient with respect to a layer's sums before ReLU. h[n, i] is the layer's input
+    i for example n, and o is an output of the layer.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

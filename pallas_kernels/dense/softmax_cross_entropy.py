@@ -50,9 +50,9 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       labels: `(N,)` or `(classes, N)`.
 
     Returns:
-      loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)`. The backward needs both, because
-      half-precision probabilities or log(total) would round the gradient of an almost perfectly classified example to
-      zero.
+      (loss, largest, total): loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)` for the
+      backward. If half-precision probabilities or log(total) were stored instead, the gradient of an almost perfectly
+      classified example would be rounded to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -131,7 +131,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return `weigh(k, value)`, the value times the label's weight for class k, and the mask of valid labels."""
+    """Return (weigh, valid). `weigh(k, value)` is the value times the label's weight for class k, and `valid` is the
+    mask of examples with a valid label."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.

@@ -1,8 +1,9 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders.
 
-A CTA takes consecutive inputs of the trail, and loads their rows of x and the rows of their consumers into registers,
-all at once. It computes dx in registers, and sums dc over the lanes in shared memory. Every input must have two
-consumers, or every input four. `backward` has the formulas and the arguments.
+A CTA takes consecutive inputs of the trail. It loads their rows of x, their consumers' rows of dy, and the rows of x of
+their consumers' other inputs into registers, all at once. It computes dx in registers, and sums dc over the lanes in
+shared memory. Either all inputs must have two consumers each, or all must have four. `backward` has the formulas and
+the arguments, and `Graph` describes the trail.
 """
 
 import dataclasses
@@ -35,8 +36,8 @@ _MAX_BLOCKS = 8
 _MAX_BYTES = 64
 """Maximum number of bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes per load of a thread. With one example per load, half precision waits longer than float32, although it loads
-half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes per load of a thread. If each load has one example, the kernel waits longer for loads in half precision than in
+float32, although it loads half the bytes: docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
 """Rows of shared memory per CTA, for the sums of at most four gates."""
 
@@ -75,7 +76,7 @@ def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
     """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs. If dx is unused, it reads only these gates."""
+    trail leaves these inputs. If dx is unused, the CTA reads only the gates whose dc it computes."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
@@ -131,6 +132,7 @@ def _gather_gates(sums, graph, config):
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # If the trail leaves an input through a gate that reads it as its b, the CTA exchanged a and b.
+    # A CTA computes each gate as if it read the CTA's input as its a. If the gate reads it as its b, the sums for a and
+    # b are exchanged.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

@@ -1,9 +1,9 @@
 """Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
 A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
-registers, and stores the outputs. The batch is the slow axis of the grid, so that the gates, which read rows of x in
-random order, find a lane block in the L2 cache. docs/kernels/logic.md explains what bounds the kernels for layers of
-gates; docs/lab/2026-11-22-logic.md lists experiments.
+registers, and stores the outputs. Gates read the rows of x in random order. The batch is the slow axis of the grid, so
+that all gates read a lane block of x while it is in the L2 cache. docs/kernels/logic.md explains what bounds the
+kernels for layers of gates; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -21,8 +21,9 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Output elements per CTA, gates times examples, chosen from the measurements in docs/lab/2026-11-22-logic.md. With a
-shorter lane block, a CTA has more gates, and still many loads in flight."""
+"""Output elements per CTA: the number of gates times the number of examples, chosen from the measurements in
+docs/lab/2026-11-22-logic.md. If the lane block is shorter, a CTA has more gates, so that as many loads are in
+flight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # With at least two gates, the loads of both are in flight at once.
+    # If possible, a CTA has at least two gates, because the loads for all its gates are in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 

@@ -9,21 +9,25 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The inputs of each gate and the consumers of each input, also in the order of an Euler trail, a walk over all
-    edges. As a consumer, gate g has the number 2 g for its input a, and 2 g + 1 for its input b. Arrays are int32.
+    """The inputs of each gate, and the consumers of each input, which are the gates that read it.
+
+    A consumer is encoded as an integer, 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads the input
+    as its b. An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
 
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
-      consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are at
-        `offsets[2 i] : offsets[2 i + 2]`; the ones before `offsets[2 i + 1]` read it as their a.
-      partners: `(2 gates,)`, the gate's other input for each entry of `consumers`.
-      offsets: `(2 inputs + 1,)`, the bounds of each input's ranges in `consumers`.
+      consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are
+        `consumers[offsets[2 i] : offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a,
+        and the consumers from there on read it as their b.
+      partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
+      offsets: `(2 inputs + 1,)`, the bounds of each input's two ranges in `consumers`.
       trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
         usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
       trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
-        input, the gates through which the trail leaves it come first.
-      trail_places: `(gates,)`, the index in `trail_consumers` at which the trail passes through each gate.
+        input, the gates through which the trail leaves the input come first.
+      trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail leaves an input through
+        this gate.
       regular: whether all inputs have equally many consumers.
       max_fan_out: largest number of consumers of an input.
     """

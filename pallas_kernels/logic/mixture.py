@@ -59,7 +59,7 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. Both kernels of this file run only on GPUs and in the simulator: see `on_gpu`.
+    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator: see `on_gpu`.
 
     Args:
       dc: `(*gates, 4)`, float32.
@@ -114,8 +114,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would
-    # lose digits to cancellation if this function's p is nearly 1.
+    # Subtracting the most probable function's u from all u does not change the result. Without this subtraction,
+    # `u - Σ p u` would lose digits to cancellation if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

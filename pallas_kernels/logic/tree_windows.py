@@ -1,4 +1,7 @@
-"""Positions of trees of gates in an image and in its pooling windows, and the loads of their leaves."""
+"""Loads of the leaves of trees of gates, and the positions of trees in an image and in its pooling windows.
+
+A tree is a filter of a convolution: it reads its leaves from the convolution's window at each position of the image.
+"""
 
 import dataclasses
 import itertools
@@ -27,8 +30,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of trees and of pooling windows. `height` and `width` are the size of the padded image, `rows` and
-    `columns` of the pooled output."""
+    """Positions of trees and of pooling windows. `height` and `width` are the size of the padded image. `rows` and
+    `columns` are the size of the pooled output."""
 
     height: int
     width: int
@@ -47,15 +50,16 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the first pixel, in row-major order, of the tree at the first position of a pooling window."""
+        """Return the row-major index, in channel 0, of the top left pixel of a pooling window's first tree position."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from `first` to the tree at a position of the pooling window."""
+        """Return the distance in pixels from `first` to the top left pixel of another position of the pooling
+        window."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return `(kernels, leaves)`: the distance in pixels from a tree's first pixel to each leaf in any channel."""
+        """Return `(kernels, leaves)`: the distance in pixels from a tree's top left pixel in channel 0 to each leaf."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -78,7 +82,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the leaves at a separate position `place` of each lane, from the flattened image."""
+        """Load the leaves from the flattened image `numbers`. Each lane reads them at its position in the pooling
+        window, which `place` holds."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -105,8 +110,8 @@ def as_rows(x):
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, with the columns
-    of `columns_per_turn` neighboring windows."""
+    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`. Each call gets
+    the columns of `columns_per_turn` neighboring windows of one row."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

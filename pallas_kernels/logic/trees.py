@@ -1,10 +1,10 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. The batch is
 the last axis of images: `(channels, height, width, N)`.
 
-Each lane is one example. A CTA of `forward` computes rows of the pooled output for one kernel of the convolution and
-128 examples. It loads the kernel's coefficients and leaf positions into registers, and then one vector of examples for
-each leaf and position. It evaluates the tree at all positions of a pooling window, and writes the largest value (an
-or-pool) and its index.
+Each lane is one example. A CTA of `forward` computes rows of the pooled output for one tree and 128 examples. It loads
+the tree's coefficients and leaf positions into registers, and then one vector of examples for each leaf at each
+position of a pooling window. It evaluates the tree at all positions of the pooling window, and writes the largest value
+(an or-pool) and the index of its position. In shapes, `kernels` is the number of trees.
 
 A CTA of `leaf_gradients` recomputes the tree at this index for each pooling window. It sums the gradients with respect
 to the coefficients in registers, and writes the gradients with respect to the leaves. `trees_input_gradient` adds these
@@ -28,7 +28,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, unsupported, visit_windows
 
 _PROGRAMS = 4
-"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. With 128 registers per thread, four fit."""
+"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. Four CTAs fit if a thread uses 128 registers."""
 _MAX_COLUMNS_PER_TURN = 2
 """Maximum number of windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
@@ -42,7 +42,7 @@ def _unsupported(*arrays, pool, **options):
 
 
 def _forward_heuristic(coefficients, leaves, x, *, window, stride, pool):
-    return Config(rows=1)  # The fastest in docs/lab/2026-11-22-trees.md.
+    return Config(rows=1)  # The fastest number of rows in docs/lab/2026-11-22-trees.md.
 
 
 @kernel(unsupported=_unsupported, heuristic=_forward_heuristic)
@@ -56,8 +56,8 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each kernel's tree in each pooling window, and the first position with
-    this value.
+    """Return (y, indices): the largest value of each tree in each pooling window, and the index of the first position
+    with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
@@ -136,8 +136,9 @@ def leaf_gradients(
       coefficients, leaves, x: as in `forward`.
 
     Returns:
-      dc `(kernels, gates, 4)`, each gate's sums of `dy (1, a, b, ab)` with its inputs a and b and its gradient dy; and
-      dleaves `(kernels * leaves, rows, columns, N)`. Both are float32.
+      dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32. A gate's dc is the sum
+      of `d (1, a, b, ab)` over examples and windows, where a and b are the gate's inputs, and d is the gradient with
+      respect to its value.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]

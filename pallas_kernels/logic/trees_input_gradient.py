@@ -25,8 +25,8 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum number of bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, until most
-leaves add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum number of bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still
+smaller bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted number of bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
@@ -93,7 +93,8 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """An image without padding, divided into bands of `rows` rows, and the pooling windows whose leaves read them."""
+    """Division of an image without padding into bands of `rows` rows, and the pooling windows whose leaves read a
+    band."""
 
     rows: int
     height: int
@@ -112,8 +113,11 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band. At the
-        first position of the first row of windows, the leaf reads row `leaf_row` relative to the band."""
+        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band.
+
+        `leaf_row` is the row that the leaf reads at the first position of the first row of windows, relative to the
+        band's first row.
+        """
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of this row of windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -121,9 +125,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient: an unused one if the leaf's
-        pixel is outside the band. `row` and `column` are the leaf's pixel at the window's first position, relative to
-        the band's first pixel. `place` is each lane's position in the window.
+        """Return the element of shared memory to which each lane adds a leaf's gradient. If the leaf's pixel is outside
+        the band, this is an element that nobody reads. `row` and `column` are the leaf's pixel at the window's first
+        position, relative to the band's first pixel. `place` is each lane's position in the window.
         """
         (s, t), u = self.stride, lane * 0
         v = u

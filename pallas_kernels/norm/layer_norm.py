@@ -3,13 +3,13 @@
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
 Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm (`center=False`)
-omits the mean and the bias. A row's mean is stored as its `offset` from the row's first element, because rounding a
-mean far from zero would lose digits of `x - mean`.
+omits the mean and the bias. Instead of a row's mean, the kernels store its `offset`, the mean minus the row's first
+element. If the mean is far from zero, rounding the mean would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
 the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. A row
-may not fit in registers, so each pass reads it from device memory again. All sums are in float32. Without shared
-memory, the kernels also run in the interpreter.
+may not fit in registers, so each pass over a row reads it from device memory again. All sums are in float32. The
+kernels use no shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -29,17 +29,18 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Maximum number of columns for which a CTA sums the gradients of scale and bias, in 32 or 64 of a thread's 255
-registers (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
+"""Maximum number of columns for which a CTA sums the gradients of scale and bias. The sums take 32 registers of a
+thread for RMSNorm or 64 for LayerNorm, of 255 (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
 _SUMMED_ROWS = 32
 """Maximum number of rows per CTA of `gradients`. More rows per CTA leave fewer CTAs to hide latency. Not tuned."""
 _PROGRAMS = 4
-"""Least number of CTAs of `gradients` per multiprocessor for which a CTA has more than one row. Not tuned."""
+"""Wanted number of CTAs of `gradients` per multiprocessor. A CTA has several rows only if this many CTAs remain. Not
+tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """How a CTA reads a row: elements per load, a multiple of the number of threads."""
+    """Number of elements that a CTA loads at once, a multiple of its number of threads."""
 
     vector: int
 
@@ -49,8 +50,8 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: number of elements per load of a CTA, a multiple of its number of threads.
-      rows: number of rows per CTA, which reads all their columns.
+      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
+      rows: number of rows per CTA. A CTA reads all columns of these rows, to compute their means.
       columns: number of columns of dx per CTA, a multiple of `vector`.
     """
 
@@ -85,7 +86,7 @@ def normalise(
       scale, bias: `(hidden,)`. Without `center`, bias is None.
 
     Returns:
-      y in x's dtype, and each row's float32 offset and inv_std. The offset is None without `center`.
+      (y, offset, inv_std): y in x's dtype, and `(rows,)` float32 offset and inv_std. Without `center`, offset is None.
     """
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -139,7 +140,7 @@ def gradients(
     Args:
       dy, x: `(rows, hidden)`.
       bias: the forward's bias, used only with both `with_y` and `center`.
-      offset, inv_std: unused, because the kernel reads each row several times in any case.
+      offset, inv_std: unused. The kernel computes them again, because it reads each row several times in any case.
       with_y: whether to recompute and return y.
 
     Returns:
@@ -171,7 +172,8 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use. `mask_ref` is 1 in its `hidden` columns and 0 in padding."""
+    """A row in device memory, loaded again for every use. `mask_ref` is 1 in the first `hidden` columns, and 0 in the
+    columns that pad the row."""
 
     x_ref: Any
     mask_ref: Any
@@ -182,7 +184,7 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂ as a function of a slice, offset, inv_std)."""
+        """Return (x̂, offset, inv_std), where x̂ is a function that maps a slice of columns to its values."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -202,7 +204,8 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. Unused `sums` or `y` are None."""
+    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are each None if
+    unused."""
 
     dy: Any
     x: Any
@@ -271,7 +274,7 @@ def _load(ref: Any, index: Any) -> Array:
 
 
 def _fill_up(a: Array) -> Array:
-    """Pad the last axis with zeros to a multiple of a warpgroup's threads."""
+    """Pad the last axis with zeros to a multiple of `LANES`, the number of threads in a warpgroup."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 

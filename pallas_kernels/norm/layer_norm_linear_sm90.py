@@ -2,11 +2,13 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The mean and inv_std are statistics of a row of x; scale and bias are LayerNorm's parameters, w and b the dense layer's.
-CTAs are persistent. Because w stays in shared memory, the widths of x and z must be small. In the forward, each of two
-warpgroups computes different blocks of 64 rows. A TMA copy brings a block into shared memory. The warpgroup loads it
-into registers, and starts the copy of the next block. It normalizes the rows in registers, from which `wgmma` reads
-them, and stores z by TMA. In the input gradient, each warpgroup computes half of a block's columns.
+The mean and inv_std are statistics of a row of x. scale and bias are LayerNorm's parameters, and w and b are the dense
+layer's parameters. CTAs are persistent. w stays in shared memory, so the widths of x and z must be small.
+
+In the forward, a CTA has two warpgroups, which compute different blocks of 64 rows. A TMA copy brings a block into
+shared memory. The warpgroup loads the block into registers, and starts the copy of its next block. It normalizes the
+rows in registers, from which `wgmma` reads them, and stores z by TMA. In the input gradient, both warpgroups compute
+the same block, and each computes half of the columns of dx.
 """
 
 import dataclasses
@@ -38,8 +40,8 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster than separate kernels. With fewer rows, y stays in the L2 cache
-between the separate kernels (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster than separate kernels for LayerNorm and for the dense layer. With
+fewer rows, y stays in the L2 cache between the separate kernels (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
 """Number of warpgroups per CTA. With three, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
@@ -48,14 +50,14 @@ _ALIGNMENT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tile of `forward`: columns of z per TMA copy to device memory."""
+    """Tile of `forward`: number of columns of z per TMA copy to device memory."""
 
     columns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tile of `input_gradient`: stages of the ring for blocks of dz."""
+    """Tile of `input_gradient`: number of stages of the ring for blocks of dz."""
 
     stages: int
 
@@ -112,7 +114,8 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return z in x's dtype, and each row's float32 offset and inv_std as `layer_norm.normalise` does.
+    """Return (z, offset, inv_std): z `(rows, outputs)` in x's dtype, and the float32 statistics `(rows,)` of
+    `layer_norm.normalise`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
@@ -194,7 +197,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # Every warp has read the stage before it is filled again.
+            # This barrier makes sure that every warp has read the stage before the next copy fills it.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -271,7 +274,7 @@ def input_gradient(
         scratch=[
             operand((config.stages, _WARPGROUPS, ROWS, outputs // 2), x.dtype),
             half,
-            # If x̂ is as wide as dz, dz's stage also holds x̂.
+            # If x̂ is as wide as dz, x̂ overwrites dz in the stage, and needs no other memory.
             None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, ROWS), jnp.float32),
@@ -288,8 +291,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References of `_InputGradient.body`. `sums` has the sums of t and of t * x̂ over each warpgroup's half of a row,
-    where `t = (dz w) * scale`. `hat` is None if x̂ is unused."""
+    """References of `_InputGradient.body`. With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over
+    each warpgroup's half of a row. `hat` is None if x̂ is unused."""
 
     dz: Any
     x: Any
@@ -346,7 +349,8 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # A wait counts copies in the order of their start: first dx, then x̂.
+                # `wait_smem_to_gmem(1)` waits until at most the latest copy is unfinished. The copy of dx started
+                # before the copy of x̂, so this waits for dx.
                 plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -356,7 +360,8 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Start the copies of dx and x̂ of this warpgroup's half of a block. In the stage of x, dx overwrites x."""
+        """Compute dx and x̂ in this warpgroup's half of a block, and start their copies to device memory. In shared
+        memory, dx overwrites x."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -398,7 +403,8 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row, and waits for the other."""
+        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row, and waits for the sums of the
+        other warpgroup."""
         pieces = column_slices(self.hidden // 2)
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):

@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm of rows that stream through shared memory. One pass computes the forward, the backward, or only
-dx.
+"""LayerNorm and RMSNorm of rows that stream through shared memory. Each kernel reads its rows once: for the forward,
+for the backward, or for only dx.
 
-A CTA is persistent. Groups of rows stream by TMA through a ring of stages in shared memory (`row_stream.py`). The CTA
-loads blocks of rows from a stage into registers (`row_block.py`), and overwrites them in the stage with the results. It
-sums the gradients of scale and bias over its rows in registers, and XLA adds the sums of all CTAs in a fixed order.
-`layer_norm.py` has the formulas, and the reason why a row's mean is stored as an `offset`.
+CTAs are persistent. Groups of rows stream by TMA through a ring of stages in shared memory (`row_stream.py`). A CTA
+loads blocks of rows from a stage into registers (`row_block.py`), and overwrites the rows in the stage with the
+results. It sums the gradients of scale and bias over its rows in registers, and XLA adds the sums of all CTAs in a
+fixed order. `layer_norm.py` has the formulas, and the reason why a row's mean is stored as an `offset`.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum number of bytes of shared memory for all rings on a multiprocessor, from sweeps on an H200, which has
-228 KiB: docs/lab/2026-11-21-norm.md."""
+"""Maximum number of bytes of shared memory for all rings on a multiprocessor. It comes from sweeps on an H200, which
+has 228 KiB per multiprocessor: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
@@ -55,7 +55,8 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group: at least one block, and enough for TMA copies of about 8 KiB."""
+    """Return the number of rows per group: at least one block, and so many that the TMA copies of a stage have about
+    8 KiB each."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -79,7 +80,8 @@ def _backward_unsupported(dy, x, *others, **options):
     return _unsupported(x, arrays=2)
 
 
-# The largest numbers of stages and CTAs come from sweeps on an H200: docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
+# The maximum numbers of stages per ring and of CTAs per multiprocessor come from sweeps on an H200:
+# docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
 
 
 def _normalise_heuristic(x, scale, bias, *, eps, center):
@@ -106,7 +108,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Compute y and the statistics of each row, as `layer_norm.normalise` does."""
+    """Return (y, offset, inv_std). `layer_norm.normalise` describes the arguments and results."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -137,10 +139,10 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward, as `layer_norm.gradients` does.
+    """Return (dx, dscale, dbias, y). `layer_norm.gradients` describes the formulas, the results, and other arguments.
 
     Args:
-      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes both in the same pass.
+      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes offset and inv_std from x.
     """
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
@@ -181,7 +183,8 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Normalize x without scale and bias, and compute dx as `input_gradient` does. Return dx and x̂ in x's dtype.
+    """Normalize x to x̂, without scale and bias, and return (dx, x̂) in x's dtype. `input_gradient` has the formula of
+    dx.
 
     Args:
       t, x: `(rows, hidden)`.
@@ -190,7 +193,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """Return (dx,) if eps is None; `x` is then x̂. Otherwise return (dx, x̂), and compute inv_std from `x`."""
+    """If eps is None, `x` is x̂: return (dx,). Otherwise compute x̂ and inv_std from `x`, and return (dx, x̂)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -272,7 +275,8 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, of dy with y. Return `sums` plus the blocks' terms."""
+        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus the terms of these
+        blocks."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -283,7 +287,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # There are fewer sums without `center` or without gradients of parameters.
+            # Without `center`, there is no sum for dbias. If dscale and dbias are unused, there are no sums.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums
@@ -291,7 +295,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """The body of the kernels that compute only dx, from x̂ if eps is None, else from x."""
+    """The body of the kernels that compute only dx. If eps is None, they read x̂, else x."""
 
     eps: float | None
 

@@ -1,5 +1,5 @@
-"""Blocks of 64 rows in registers, which a warpgroup computes in float32, in slices of `COLUMNS` columns. LayerNorm uses
-them before a product on Hopper's tensor cores."""
+"""Arithmetic on a block of 64 rows in a warpgroup's registers, in float32, one slice of `COLUMNS` columns at a time.
+LayerNorm uses these functions before a product on Hopper's tensor cores."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from pallas_kernels.norm.statistics import inverse_root
 ROWS = 64
 """Rows per block: the rows of a `wgmma` (PTX ISA)."""
 COLUMNS = 64
-"""Columns per slice. In half precision, they fill the 128 bytes of an operand's row in shared memory."""
+"""Columns per slice. In half precision, they take 128 bytes, the widest row of a tile of an operand in shared
+memory."""
 
 
 def column_slices(width: int) -> list[Any]:
@@ -28,12 +29,12 @@ def columns_of(a: Array, columns: Any) -> Array:
 
 
 def broadcast_rows(a: Array) -> Array:
-    """Broadcast one value per row to a slice."""
+    """Repeat one value per row along the columns of a slice."""
     return lax.broadcast_in_dim(a, (ROWS, COLUMNS), (0,))
 
 
 def broadcast_columns(a: Array) -> Array:
-    """Broadcast one value per column to a slice, in float32."""
+    """Repeat one value per column along the rows of a slice, in float32."""
     return lax.broadcast_in_dim(a.astype(jnp.float32), (ROWS, COLUMNS), (1,))
 
 
@@ -42,19 +43,22 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. One thread has it, and the row's threads add it to zeros by shuffles."""
+    """Return the first value of each row. One thread has this value. To pass it to the other threads of the row,
+    shuffles add it to zeros."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum of `function(piece)` over each row. Pieces are added before the only reduction by shuffles."""
+    """Return the sum of `function(piece)` over the pieces and along each row. The pieces are added first, so that only
+    one reduction by shuffles is needed."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
 def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂ as a function of the columns, offset, inv_std) for a block of rows."""
+    """Return (x̂, offset, inv_std) for a block of rows, where x̂ is a function that maps a slice of columns to its
+    values. `layer_norm.py` has the formulas."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

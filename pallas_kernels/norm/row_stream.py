@@ -2,7 +2,7 @@
 
 With n CTAs, each CTA computes every n-th group of rows. TMA copies bring a group into a stage while other groups are
 computed. A step overwrites the rows in the stage with the results, and a TMA copy writes the results to device memory.
-After the array's last row, a copy reads zeros and writes nothing.
+If a group extends beyond the array's last row, the copies read zeros there and write nothing.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Config:
     """How CTAs process rows.
 
     Attributes:
-      rows: number of rows per group, which fills one stage and consists of whole blocks (`row_block.py`).
+      rows: number of rows per group. A group fills one stage, and consists of whole blocks (`row_block.py`).
       programs: number of resident CTAs per multiprocessor.
     """
 
@@ -51,11 +51,11 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """Copy each group of rows to shared memory, and compute `carry = step(first row, stages, wait, carry)` for it.
-        Return the last carry.
+        """Copy each group of rows to shared memory, call `carry = step(first_row, stages, wait, carry)` for the group,
+        and return the last carry.
 
-        A step gets one stage per array of `sources`. After it has called `wait`, the stages hold the group's rows. It
-        overwrites the first stages, one per array of `targets`, and the results are copied to `targets`.
+        `stages` has one stage per array of `sources`. After `step` has called `wait`, the stages hold the group's rows.
+        `step` overwrites the i-th stage with the result for the i-th of `targets`, to which it is then copied.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
@@ -79,7 +79,7 @@ class Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The next stage to fill holds the previous group's results until a TMA copy has read them.
+            # The next stage to fill holds the previous group's results, and is free when a TMA copy has read them.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

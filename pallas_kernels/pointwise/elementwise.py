@@ -1,8 +1,9 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-A CTA loads a block of one row of each array from device memory into registers, applies the formula, and writes the
-results. A row spans the trailing axes along which each array either has all elements or is constant. The last CTA of a
-row also computes the elements after the row's last whole block. The kernel does not use shared memory.
+A CTA loads one block, consecutive elements of a row, of each array from device memory into registers. It then applies
+the formula, and writes the results. A row spans the trailing axes along which each array either has all elements or is
+constant. The last CTA of a row also computes the elements after the row's last whole block. The kernel does not use
+shared memory.
 """
 
 import dataclasses
@@ -20,26 +21,26 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. Numbers
-from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the number of elements per thread. `_heuristic` takes the largest candidate that leaves at least
+`_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Elements per thread if every candidate leaves fewer CTAs. Not tuned."""
+"""Maximum number of elements per thread if every candidate leaves fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout), two
-elements of float32. Only vectors with the same number of elements per load can be combined."""
+"""Maximum number of elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided
+layout): two float32 elements. Only vectors with the same number of elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 ALIGNMENT = 4
 """Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four elements of float32 (CUDA C++
 Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
-"""Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended to more axes, along which arrays are
-broadcast in memory."""
+"""Wanted length of rows: 16 bytes of float32 per thread. If rows are too short, they are extended by earlier axes.
+Along these axes, arrays are broadcast in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Elements of one row per CTA: a multiple of `LANES`, at most the row's length."""
+    """Number of elements of a block: a multiple of `LANES`, at most the length of a row."""
 
     length: int
 
@@ -70,7 +71,7 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
-    An array that has only some elements of a row is first broadcast in memory.
+    If an array is broadcast along some but not all axes of a row, it is first broadcast in memory.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -128,7 +129,7 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return the result's `Rows`, each at least as long as a vector."""
+    """Return a division of the result into rows, each at least as long as a vector."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]
@@ -138,7 +139,8 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Flatten arrays that broadcast to `shape`, and pad all but single elements with zeros to a vector."""
+    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector. An array of one element is not
+    padded."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
@@ -155,7 +157,7 @@ def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
 
 
 class Rows:
-    """Division into rows of arrays that broadcast to `shape`. Along a row, each array has either all elements or one.
+    """Division of arrays that broadcast to `shape` into rows. In a row, each array has either all elements or only one.
 
     Args:
       arrays: the arrays, or other objects with their shapes and dtypes.
@@ -164,7 +166,7 @@ class Rows:
 
     Attributes:
       count, length: number of rows, and elements per row.
-      lead, leads: sizes of the axes before a row's axes, in `shape` and in each array.
+      lead, leads: sizes of the axes before the axes of a row; `lead` for `shape`, and `leads` for each array.
       spans_row: for each array, whether it has all elements of a row.
     """
 

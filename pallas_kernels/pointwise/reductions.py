@@ -31,15 +31,20 @@ _WANTED_PROGRAMS = 2048
 """CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. More CTAs were slower for sums along
 columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Elements of a vector per thread, along rows and along columns. A thread adds up its elements along a row, and keeps
-one sum per element along columns. Not tuned."""
+"""Maximum number of elements of a vector per thread, for sums along rows and for sums along columns. A thread adds up
+its elements along a row, and keeps one sum per element along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""The same as in elementwise.py."""
+"""Maximum number of elements per thread with mixed dtypes; elementwise.py has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `sum_over`: elements per vector, a multiple of `LANES`, and number of equal parts of each sum."""
+    """Tiles of `sum_over`.
+
+    Attributes:
+      length: elements per vector, a multiple of `LANES`.
+      splits: number of parts into which each sum is divided, one CTA per part.
+    """
 
     length: int
     splits: int
@@ -50,9 +55,11 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads, with its axes in the order `order`, or unpermuted if it is None.
-      axis, along_columns: the kernel sums over `axis`, and unless `along_columns` also over all later axes.
-      columns: if not None, the data is reshaped to a matrix with this number of columns, which are padded to a vector.
+      shape: shape of the data that the kernel reads, after its axes have been transposed to `order`.
+      axis, along_columns: if `along_columns`, the kernel sums over `axis`, else over `axis` and all later axes.
+      order: order of the axes, or None if they are not transposed.
+      columns: if not None, the data is reshaped to a matrix with this number of columns. Each row of the matrix is
+        padded with zeros to at least `LANES` elements.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 
@@ -114,8 +121,9 @@ class _Sums:
     """The kernel's sums: `count * blocks` sums, each over `steps` vectors of `length` elements.
 
     Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
-    element. Along columns, `count` is the number of matrices, and `blocks` the number of blocks of columns per matrix.
-    Each step adds a vector from another row of the matrix, and a sum is a vector.
+    element. Along columns, the data is a stack of `count` matrices, and the kernel sums the rows of each matrix.
+    `blocks` is the number of blocks of columns per matrix. Each step adds a vector from the next row of the matrix, and
+    a sum is a vector.
     """
 
     rows: Rows
@@ -131,8 +139,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and the index in it of the vector's first element. Along columns, the last
-        two blocks may overlap."""
+        """Return the row that a step reads, and the index of the vector's first element within this row. Along columns,
+        the last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -142,7 +150,8 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Return the broadcast shape and the arrays' shapes without axes of size 1, and the indices of `axes` in them."""
+    """Return the broadcast shape, the shapes of the arrays, and `axes`, all after the removal of the axes that have
+    size 1 in the broadcast shape."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -232,7 +241,8 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Return one array of `sums` per output of the formula. XLA adds the `splits` parts of each sum."""
+    """Return one array of sums per output of the formula. The kernel computes `splits` parts of each sum, and XLA adds
+    the parts."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

@@ -2,8 +2,9 @@
 
 Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
 A CTA loads one block of the i-th array of every list from device memory into registers, applies the formula, and writes
-the results. It finds i by comparing its index with the index of each array's first CTA. The code for different arrays
-differs only in pointers and a size, which one switch selects before the loads, and another before the stores.
+the results. It finds i by comparing its index with the index of each array's first CTA. The code for different i
+differs only in the pointers and the size of the arrays. One switch selects them before the loads, and another switch
+before the stores.
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Elements of each list per thread, if this leaves `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision moments,
-converted to float32, would take most of a thread's registers. Not tuned."""
+"""Elements per thread and list, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision
+moments, converted to float32, would take most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
 _MAX_ELEMENTS = 2**19
@@ -61,7 +62,8 @@ def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
     # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA updates
-    # large arrays faster, because it can fuse the computation of the gradient, which is then not stored.
+    # large arrays faster than the kernel, because it can fuse the update with the computation of the gradient, so that
+    # the gradient is not stored.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -137,5 +139,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return how many elements of the widest dtype one access can load."""
+    """Return the number of elements of the widest dtype in these lists that one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

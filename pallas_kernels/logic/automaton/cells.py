@@ -1,8 +1,8 @@
-"""The cells of a grid: their neighborhoods, their next states, and the gradients of both.
+"""The cells of a grid: their neighborhoods, their next states, and the gradients with respect to both.
 
-Each thread gathers and scatters single elements of a group of cells, between rows of shared memory and arrays in device
-memory. `Inputs` reads the neighborhoods from the state, and `write_next_state` writes the outputs of the last layer.
-`OutputGradients` sums the gradients with respect to these outputs, which the backward of the next tick wrote.
+Each thread moves single elements of a group of cells between rows of shared memory and arrays in device memory.
+`Inputs` reads the neighborhoods from the state, and `write_next_state` writes the outputs of the last layer.
+`OutputGradients` sums the gradients with respect to the last layer's outputs, from results of the next tick's backward.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Indices of the elements of a state, one per lane: `row` and `column` in the rows of the last layer, `place` in
-    the state. If an element does not exist, its indices point to an unused element."""
+    """Elements of a state, one per lane. In the last layer's rows of shared memory, an element has the index `row` and
+    `column`. In the array of the state, it has the index `place`. If an element does not exist, the indices point to an
+    unused element."""
 
     row: Array
     column: Array
@@ -31,10 +32,10 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of `count` cells of a group. Its rows of shared memory have one column per cell.
+    """A slice of a group: `count` cells, whose rows of shared memory have one column per cell.
 
-    `first_of_group` is the group's first cell. `slices` are the rows of the group's slices, and `number` is the index
-    of this slice. Cells after the last cell of the grids are masked.
+    `first_of_group` is the group's first cell. `slices` are the rows of all slices of the group, and `number` is the
+    index of this slice. Cells after the last cell of the grids are masked.
     """
 
     plan: Plan
@@ -79,7 +80,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return the index in the state of each input of a part, and whether it exists."""
+        """Return, for each input in a part of the inputs' rows, its index in the state and whether it exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -103,7 +104,8 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells. `write` takes the result of `load`."""
+    """The neighborhoods of a group of cells. `load` reads them from the state, and `write` writes the result of `load`
+    to shared memory."""
 
     team: Team
     state: Any
@@ -125,7 +127,7 @@ class Inputs:
 
 
 def write_next_state(new_state, state, fires, last_layer, part, slices):
-    """Write the outputs of the last layer. A cell that does not fire keeps its `state`."""
+    """Write the outputs of the last layer to `new_state`. A cell that does not fire keeps its `state`."""
     for cells in slices:
         elements = cells.state_elements(part)
         outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -138,9 +140,11 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells: a cell's dkept plus its entries in the dseen of
-    the nine cells that see it. dseen and dkept are results of the backward of the next tick. `write` takes the result
-    of `load`, and writes the gradients with respect to kept states to `dkept_out`.
+    """The gradients with respect to the next state of a group of cells.
+
+    A cell's gradient is its dkept plus its entries in the dseen of the nine cells that see it. dseen and dkept are
+    results of the next tick's backward (`tick_backward`). `load` reads them. `write` adds them up and writes the sums
+    to shared memory, and writes the gradients with respect to kept states to `dkept_out`.
     """
 
     team: Team
@@ -188,5 +192,5 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Gather elements of device memory, which are arbitrary where `valid` is false."""
+    """Gather the elements of `ref` at `places`. Where `valid` is false, the result is arbitrary."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -1,16 +1,17 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
-A gate with inputs a and b computes `y = c0 + c1 a + c2 b + c3 ab`. A thread reads the rows of a and b from anywhere in
-shared memory, and writes the row of y. If dy is the gradient with respect to y, the backward computes
+A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`, for several cells at once.
+Each of a, b, and y is a row of shared memory with one value per cell. A thread reads the rows of a and b, at any index,
+and writes the row of y. If dy is the gradient with respect to y, the backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The backward visits the layers in reverse. Each consumer of a gate's output writes its da or db to a separate row of
-shared memory, and a table lists these rows. dy is their sum, in a fixed order and without atomics. A thread sums dc
-over the cells of a group, and adds it to the CTA's sum over all ticks so far in device memory. A CTA with many groups
-of cells may keep its sums in registers until the last group.
+The backward visits the layers in reverse. The consumers of a gate's output are the gates that read it. Each consumer
+writes its da or db to a separate row of shared memory, and a table lists these rows. dy is the sum of these rows, in a
+fixed order and without atomics. A thread sums dc over the cells of a group, and adds it to a sum in device memory,
+which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, one lane per gate: rows of a and b in one integer, and four coefficients."""
+    """Operands of a part's gates, one lane per gate. `wires` packs the row numbers of a and b into one integer.
+    `coefficients` has four numbers per gate."""
 
     wires: Array
     coefficients: Array
@@ -83,15 +85,15 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All reads come before the first write: the compiler could not reorder them, because it does not know that the
-        # rows differ.
+        # All reads come before the first write. The compiler would not move reads before writes, because it does not
+        # know that they access different rows.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `consumers` are the rows to which consumers write gradients, two row
-    numbers per integer."""
+    """Operands of the backward of a part's gates. `consumers` has the numbers of the rows to which the gates' consumers
+    write gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -104,7 +106,7 @@ class Backward:
 
     Attributes:
       consumers: array with the tables of `Plan.consumers`.
-      sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
+      sums: sums of dc in registers, one block for each of `_parts`; None if the sums are in device memory.
       previous_total, total: sums of dc in device memory, before and after this group of cells.
       dseen: output for the gradients with respect to the automaton's inputs.
     """
@@ -120,7 +122,8 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # The step before the last layer's first step writes that layer's inputs, so they cannot be read that early.
+            # `read` runs before the barrier that ends the previous step. The step before the last layer's first step
+            # writes the last layer's inputs, so this layer cannot read its inputs before the barrier.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -145,8 +148,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices for which this warpgroup computes a part's gradients. Warpgroups can
-        only divide the slices if the sums are in registers."""
+        """Return the slices of the cells for which this warpgroup computes a part's gradients. Warpgroups can only
+        divide the slices among each other if the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -184,14 +187,16 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return dy of a part's gates, which for the last layer is already in shared memory."""
+        """Return dy of a part's gates. In the last layer, dy is already in shared memory. In other layers, it is the
+        sum of the consumers' gradients."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Sum the gradients of perception's inputs over kernels. `firsts[0]` has the first kernel's row per lane."""
+        """Sum the gradients with respect to perception's inputs over perception's kernels. `firsts[0]` has, for each
+        lane, the row of the first kernel's gradient."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -226,8 +231,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. If warpgroups divide the slices of a part, the second warpgroup
-    passes its sums through shared memory to the first."""
+    """Write `before + sums` to `after`. If the warpgroups divide the slices of a part, the second warpgroup passes its
+    sums to the first warpgroup through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):
@@ -271,5 +276,5 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _unpack(packed):
-    """Return the lower and the upper 16 bits, each a row number."""
+    """Return the lower and the upper 16 bits of `packed`. Each is a row number."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

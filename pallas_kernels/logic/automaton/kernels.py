@@ -1,12 +1,14 @@
 """One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
 shared memory.
 
-A CTA computes one group of cells after another. It gathers their neighborhoods from the state in device memory into
-shared memory, where each input and each gate has a row with one float32 per cell (plan.py). A thread computes one or
-several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer (schedule.py). The
-forward writes only the new state to device memory (cells.py). The backward recomputes the rows, and visits the layers
-in reverse. It writes the gradients with respect to the coefficients, to the cells that each cell sees, and to the state
-that a cell keeps if it does not fire in this tick.
+A CTA computes one group of cells after another. It gathers the neighborhoods of the cells from the state in device
+memory into shared memory, where each input and each gate has a row with one float32 per cell (plan.py). A thread
+computes one or several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer
+(schedule.py). The forward writes only the new state to device memory (cells.py).
+
+The backward recomputes the rows, and visits the layers in reverse. It writes three gradients: with respect to the
+coefficients, to the states of the nine cells that each cell sees, and to the state that a cell keeps if it does not
+fire in this tick.
 """
 
 import functools
@@ -38,13 +40,13 @@ class _TickRefs(NamedTuple):
 
 @kernel(unsupported=unsupported, heuristic=forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
+    """Return the next state. It is clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
-        coefficients share one row. The rows of lanes without a gate are zero.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, where a and b are the rows that it reads, numbered as
-        in `plan.forward_layers`. They are arbitrary for a lane without a gate.
+        coefficients share one row of this array. The rows of lanes without a gate are zero.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. The lane's gate reads the rows a and b of shared
+        memory, numbered as in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -107,17 +109,17 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total): the gradients with respect to the nine cells that each cell sees, to the states
-    that cells keep if they do not fire, and to the coefficients.
+    """Return (dseen, dkept, total): the gradients with respect to the states of the nine cells that each cell sees, to
+    the states that cells keep if they do not fire, and to the coefficients.
 
-    The arguments dseen and dkept are results of the backward of the next tick. The gradient with respect to a cell's
-    next state is its dkept plus its entries in the dseen of the nine cells that see it.
+    The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
+    state is the cell's dkept plus the cell's entries in the dseen of the nine cells that see it.
 
     Args:
       coefficients, state, fires: as in `tick`.
       wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`: the rows to which a row's consumers write gradients, two row
-        numbers per integer, the second in the upper half.
+      consumers: int32, the tables of `Plan.consumers`. They list the rows of shared memory to which the consumers of a
+        row write gradients, two row numbers per integer, the second in the upper half.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
       total: `(programs, plan.gates, 4)` float32, sums of later ticks per CTA and lane. The result includes this tick.
@@ -146,7 +148,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # With several groups of cells per CTA, each group adds to the result, into which earlier sums are first copied.
+    # If a CTA has several groups of cells, each group adds its sums to `total_out`. `total_in` is first copied there.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -171,8 +173,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute the steps of `steps(slices, carry)` for each group of a CTA's cells. Return the final `carry`, None or a
-    list that the steps change in place. `loads` fetch the next group's data during a group's last steps."""
+    """Compute the steps of `steps(slices, carry)` for each of a CTA's groups of cells, and return the last `carry`,
+    which is None or a list that the steps change in place. `loads` are objects with `load` and `write`, which fetch the
+    next group's data during a group's last steps."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

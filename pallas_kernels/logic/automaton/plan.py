@@ -1,15 +1,16 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
-An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, the
-kernels, and each kernel is evaluated once per channel.
+An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, which
+are called kernels in this folder. Each of these kernels is evaluated once per channel.
 
 A row has one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order (position
 in the neighborhood, channel). The rows of the gates follow, layer by layer. Perception's gates are in the order (gate,
 kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
-of layers whose backward is finished. A consumer of a row, a gate that reads the row, writes a gradient to a separate
-row. Tables list these separate rows, whose sum is the gradient with respect to the row that was read.
+of layers whose backward is finished. The consumers of a row are the gates that read it. Each consumer writes its
+gradient with respect to the row to a separate row, and tables list these separate rows. Their sum is the whole gradient
+with respect to the row that the consumers read.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class Layer:
       first: the first row.
       lanes: number of rows, one per lane, a multiple of a warpgroup's threads.
       count: number of rows with a gate or an input. The other rows are padding.
-      max_consumers: largest number of a row's consumers.
+      max_consumers: largest number of consumers of any of these rows.
       copies: number of consecutive lanes with equal coefficients.
     """
 
@@ -59,11 +60,11 @@ class Plan:
       batch, height, width: number of grids, and rows and columns of cells per grid.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
-      perception: each layer's number of gates per kernel.
-      update: each layer's number of gates.
-      output_consumers: largest number of an output's consumers, for each layer but the last.
-      neighbour_consumers: largest number of an input's consumers in perception's first layer.
-      centre_consumers: largest number of consumers of an input of the center cell in the update's first layer.
+      perception: number of gates per kernel in each layer of perception.
+      update: number of gates in each layer of the update.
+      output_consumers: for each layer but the last, the largest number of consumers of one of its outputs.
+      neighbour_consumers: largest number of consumers of one input in perception's first layer.
+      centre_consumers: largest number of consumers of one input from the center cell in the update's first layer.
     """
 
     batch: int
@@ -130,7 +131,7 @@ class Plan:
 
     @functools.cached_property
     def forward_layers(self) -> tuple[Layer, ...]:
-        """The layers in the forward, which reuses rows."""
+        """The layers with the rows that they have in the forward, which reuses rows."""
         layers = []
         for layer in self.layers:
             taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
@@ -143,11 +144,13 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows of layers whose backward is finished, and a few rows after the last layer."""
+        """The rows for gradients. They reuse the rows of layers whose backward is finished, and add a few rows after
+        the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # While these rows are written, other threads still read the gates' inputs and their consumers' gradients.
+            # While a layer's gradients are written, other threads still read the inputs of its gates, and the gradients
+            # that its consumers wrote.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -175,8 +178,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of `consumers` rows of shared memory for each lane, two row numbers per integer. It starts at index
-    `first` of a longer array, and has `(pairs, lanes)` integers."""
+    """A table that lists, for each lane, `consumers` row numbers, two per integer. It has `(pairs, lanes)` integers,
+    from index `first` on of a longer array."""
 
     first: int
     consumers: int
@@ -204,9 +207,10 @@ class GradientRows:
     """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the first row to which its gates write gradients, with respect to inputs a and then b. The
-        rows are reused when the layer before has read them. The rows of the update's first layer are kept until the
-        gradients with respect to the automaton's inputs are computed.
+      firsts: for each layer, the first of the rows to which its gates write gradients. The rows for inputs a come
+        first, then the rows for inputs b. They are reused after the backward of the layer before has read them. The
+        rows of the update's first layer are kept until the gradients with respect to the automaton's inputs are
+        computed.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
         in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
@@ -222,7 +226,8 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the lowest row from which `size` rows are outside all `(first, end)` ranges in `taken`."""
+    """Return the first row of the lowest range of `size` rows that overlaps none of the `(first, end)` ranges in
+    `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,8 +1,9 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-A layer is divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes a list of
-steps, one per part, and fetches a step's operands from device memory a few steps earlier. All warpgroups meet at a
-barrier after a layer, because the next layer reads rows of shared memory that other warpgroups wrote.
+The lanes of a layer are divided into parts. The values of a part fit in the registers of one warpgroup. Each warpgroup
+computes a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier. All
+warpgroups meet at a barrier after a layer, because the next layer reads rows of shared memory that other warpgroups
+wrote.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class Part:
 
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
-      is_alone: whether the part has too few lanes to divide them among the warpgroups. Then one warpgroup computes the
+      is_alone: whether the layer has too few lanes left to give each warpgroup a part. Then one warpgroup computes the
         part, or each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
@@ -60,7 +61,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The warpgroups of a CTA, as one of them sees it."""
+    """The division of work among the warpgroups of a CTA, from the view of one warpgroup, whose index is
+    `warpgroup`."""
 
     config: Config
     warpgroup: Any
@@ -79,7 +81,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Return whether each warpgroup computes the part for one of `slices` slices."""
+        """Return whether each warpgroup computes the part for a different one of `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -95,7 +97,8 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. If the part `is_alone`, warpgroups other than the first return `otherwise`."""
+        """Return `function()`. If the part `is_alone`, only the first warpgroup calls `function`, and the others return
+        `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -105,8 +108,9 @@ class Team:
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps, and fetch operands `lookahead` steps ahead. `fetched` has the operands of the first steps.
-        Return them for the next repetition, or an empty list."""
+        """Compute the steps, and fetch the operands of each step `len(fetched)` steps earlier. `fetched` has the
+        operands of the first steps. If the steps are repeated, return the operands of the first steps of the next
+        repetition, else an empty list."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
