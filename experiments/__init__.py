@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
+if sys.argv[:1] == ["-m"]:  # `python -m` has imported this package, but not yet run the command
     _print_traceback = sys.excepthook
 
     def _print_one_line(kind, error, trace):

@@ -24,11 +24,14 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The limit of draws of shapes and options until the plain formula accepts them."""
+"""The largest number of draws of shapes and options, until autodiff accepts them."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options that the op accepts; if all draws fail, the small case."""
+    """Return a case of the op with random shapes and options that the op accepts.
+
+    If the op accepts none of `MOST_DRAWS` draws, return the catalogue's small case.
+    """
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -61,7 +64,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the catalogue's small case with random sizes, and in some cases one leading axis more or less."""
+    """Return the catalogue's small case with random sizes, sometimes without its leading axis or with an additional one."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"

@@ -1,4 +1,7 @@
-"""References for ops whose gradient goes to the first of equal values, or to the first NaN."""
+"""Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN.
+
+jaxbp's ops define this gradient, and JAX's autodiff defines another.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
