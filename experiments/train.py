@@ -240,7 +240,8 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    Fields in seconds are sums over the epochs. `images_per_second` is the number of images divided by the training time.
+    Fields in seconds are sums over the epochs. `images_per_second` is the number of training images divided by the
+    seconds of training.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size

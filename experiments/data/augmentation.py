@@ -26,8 +26,9 @@ def distort(
     """Distort each image by a smooth random field of displacements, in pixels.
 
     At knots x knots points, displacements are drawn from a normal distribution with standard deviation `pixels`.
-    Between these points, displacements are interpolated cubically. All channels of an image have the same displacements.
-    Each pixel is then read at its displaced position, with bilinear interpolation and zeros outside the image.
+    Between these points, displacements are interpolated cubically. All channels of an image have the same
+    displacements. Each pixel is then read at its displaced position, with bilinear interpolation and zeros outside the
+    image.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
     ICDAR 2003. The fields in the paper are smoothed noise instead of interpolated noise.

@@ -64,7 +64,10 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the catalogue's small case with random sizes, sometimes without its leading axis or with an additional one."""
+    """Return the catalogue's small case with random sizes.
+
+    Sometimes the leading axis of all arguments is left out, or a leading axis is added.
+    """
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"

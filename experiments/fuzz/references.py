@@ -1,6 +1,7 @@
 """Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN.
 
-jaxbp's ops define this gradient, and JAX's autodiff defines another.
+The gradients of jaxbp's ops are defined in this way. JAX's autodiff of `jnp.max` divides the gradient among the equal
+values instead.
 """
 
 import functools

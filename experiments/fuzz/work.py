@@ -54,7 +54,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw of the task. After a failure, also yield an outcome with the code of a reduced case."""
+    """Yield one outcome per draw of the task. After a failure, also yield an outcome with code of a reduced case."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

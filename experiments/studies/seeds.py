@@ -1,10 +1,10 @@
-"""Train experiments with several seeds, and collect the results of the runs.
+"""Train one or more experiments with several seeds each, and write the results of all runs to one file.
 
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument has the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
-files. Concurrent runs (`--processes`) make the times unreliable. The result file has one row per setting and seed.
+Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`. The result file has one
+row per setting and seed. Runs write no other files. Times are unreliable if runs are concurrent (`--processes`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""The arguments of `experiments.train`, as text, and the seed."""
+"""A run: the arguments of `experiments.train` as one string, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
-        config_of(task)  # Report mistakes before anything is trained.
+        config_of(task)  # raises the errors of invalid settings before anything is trained
     share_gpus()
     report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
     if any("logic-conv" in settings for settings in given.settings):

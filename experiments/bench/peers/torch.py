@@ -94,7 +94,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops, given dicts from ops to PyTorch functions. Calls of a forward also compute gradients."""
+    """Return a `Build` for ops, given dicts from ops to PyTorch functions. A forward's calls also compute gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
