@@ -31,7 +31,7 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page. If there is a target, the page shows it next to the grid, and counts the cells that agree with it.
+    """Write the page. If there is a target, the page shows it next to the grid, and counts the cells that equal it.
 
     Args:
       fire_rate: the probability that a cell updates in a tick.

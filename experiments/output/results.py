@@ -72,7 +72,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return the value with `otherwise(number)` in place of each number that is not finite. JSON has no such numbers."""
+    """Return the value with `otherwise(number)` in place of each number that is not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

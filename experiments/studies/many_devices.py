@@ -4,8 +4,8 @@
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
 `measure` times training steps with a fixed number of examples per device. It times each step on one GPU without a mesh,
-on a mesh of one GPU, on a mesh of all GPUs, and on this mesh with the compiler options `OVERLAPPING`. `compile` compiles
-the steps for eight H200 GPUs, which need not be present, and lists the collectives in the programs.
+on a mesh of one GPU, on a mesh of all GPUs, and on a mesh of all GPUs with the compiler options `OVERLAPPING`.
+`compile` compiles the steps for eight H200 GPUs, which need not be present, and lists the collectives in the programs.
 """
 
 import argparse
@@ -33,8 +33,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Compiler options with which XLA sums a layer's gradients over the GPUs while it computes the previous layer's backward.
-"""
+"""Compiler options with which XLA sums a layer's gradients over the GPUs during the backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 COMPILED_FOR = 8
 SECONDS = 0.03

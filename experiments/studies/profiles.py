@@ -3,13 +3,13 @@
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
-A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE. The
-defaults are float32, "pallas", and the precision "default". The profile has jaxbp's kernels and the matrix products of
-cuBLAS and CUTLASS. With the implementation "None", it also has XLA's fusions.
+A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
+The defaults are float32, "pallas", and the precision "default". The profile has jaxbp's kernels and the matrix products
+of cuBLAS and CUTLASS. With the implementation "None", it also has XLA's fusions.
 
 Each workload runs in a separate process under the profiler, so that a failure affects only the workload's rows. The
-profiler runs each kernel several times. Before each time, it restores the memory and flushes the caches, so kernels take
-longer than in a normal run. CUDA graphs are disabled.
+profiler runs each kernel several times. Before each time, it restores the memory and flushes the caches, so kernels
+take longer than in a normal run. CUDA graphs are disabled.
 
 The result file has one row per launch of a kernel. Each row contains:
 
@@ -17,7 +17,7 @@ The result file has one row per launch of a kernel. Each row contains:
 - percentages of the device's peak: the throughput of DRAM, of L2, of L1 with shared memory, and of the busiest unit of
   the multiprocessors (in matrix products, the tensor cores), and the number of resident warps
 - the instructions issued per cycle, at most four
-- the most frequent reason for which warps waited, and the wait for this reason in cycles per instruction
+- the reason for which warps waited longest, and the cycles per instruction for which they waited
 """
 
 import argparse

@@ -226,7 +226,10 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from the paths of the leaves to the leaves. The path of an NNX variable's only leaf omits `/value`."""
+    """Return a dict from the paths of the leaves to the leaves.
+
+    NNX variables have a single leaf, named `value`. Its path is the path of the variable, without `/value`.
+    """
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

@@ -14,7 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses. By default, it is the largest possible divisor of the batch size."""
+    """Return the number of devices that a run uses. By default, it is the largest that divides the batch size."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:

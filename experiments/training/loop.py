@@ -97,7 +97,7 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Build the model, the loss, and the optimizer from the config, and compile an epoch of training and an evaluation."""
+    """Build the model, the loss, and the optimizer from the config, and compile `train_epoch` and `evaluate`."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")

@@ -79,8 +79,8 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
     """Connect to the other processes, run `command(settings)` in this process, and then end this process.
 
     Only process 0 needs `settings`, a text of one line, which it sends to the other processes. Process 0 exits with the
-    exit code that its command returns. If this code is 0, the other processes also exit with 0. If a process disappears,
-    the remaining processes exit with 1.
+    exit code that its command returns. If this code is 0, the other processes also exit with 0. If a process
+    disappears, the remaining processes exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -96,14 +96,14 @@ def of_process_0(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. The arrays are therefore sent as bytes.
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. So the arrays are sent as bytes.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process with its connections. Process 0 is connected to all other processes, which are connected only to it."""
+    """This process with its connections: in process 0, to all other processes; in any other process, to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -126,7 +126,7 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it; when process 0 ends, all others end.
+            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it; the others end after process 0.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         # JAX's preemption service would catch SIGTERM, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)

@@ -127,7 +127,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Unlock the directory. If the error is one of `DISK_ERRORS` and there is a checkpoint, raise BrokenRun instead."""
+        """Unlock the directory. If there is a checkpoint, raise BrokenRun instead of an error in `DISK_ERRORS`."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -197,7 +197,7 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of the files `names`. If this file of checksums is valid, the run is finished."""
+        """Write the file of checksums, of the files `names`. It marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:

@@ -53,9 +53,9 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return the shares of runs in which all visible cells are right.
+    """Run the hardened automaton from unseen start states. Return the shares of runs that reach and keep the pattern.
 
-    Training uses `config.steps` ticks. The visible cells must equal the pattern:
+    Training uses `config.steps` ticks. In every cell, the visible channels must equal the pattern:
 
     right   at tick `steps`
     stands  at every tick from `steps + 1` to `4 * steps`
