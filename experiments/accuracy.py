@@ -32,7 +32,10 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: the argument's values are `offset + scale * drawn`, with random `drawn`."""
+    """A location of the data: the values of `argument` are `offset + scale * drawn`, with random `drawn`.
+
+    `argument` is the name of an argument, or "all" for all arguments that can be moved.
+    """
 
     offset: float
     scale: float

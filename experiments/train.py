@@ -138,8 +138,8 @@ def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
     With `--resume` and `--run-dir`, the experiment and all settings that the command line omits come from the saved
-    run. UserError is raised if the saved run does not exist, or if a given setting differs from the saved setting.
-    Invalid arguments raise SystemExit.
+    run. UserError is raised if the saved run does not exist, or if a given setting differs from the saved setting and
+    is not a larger number of epochs. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")

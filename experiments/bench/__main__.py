@@ -65,7 +65,7 @@ class BenchConfig:
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`all`, `ops`, an op, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), or NAME:SIZE."""
     quick: bool = False
-    """Measure only times, of "pallas" and "None", for one workload per family of ops at one batch size."""
+    """Measure only times of "pallas" and "None", at one batch size, of one workload per op module and training kind."""
     batch: tuple[int, ...] = ()
     """Batch sizes. Default: as in docs/benchmarks; without a GPU, 256 for ops and 128 for most training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
@@ -102,7 +102,7 @@ def _main(config: BenchConfig, command: str) -> int:
     check(config)
     workloads = selected(config.cases, config.batch_last)
     if config.peers:
-        # JAX has not started yet: leave the peers room on the GPU.
+        # This is set before JAX starts, so that JAX leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
         report = run(workloads, config, command, started)

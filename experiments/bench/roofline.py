@@ -147,7 +147,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Return the least cost of one call, counted in the jaxpr of "autodiff"."""
+    """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -183,7 +183,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Return the multiplications of a convolution, without those by padding or by the zeros of a dilation."""
+    """Return the number of multiplications in a convolution, except by padding or by zeros that a dilation inserts."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

@@ -106,7 +106,7 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
+            # If the sum of a row's squares overflows, a norm is NaN. In the float64 reference, it does not overflow.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
             # In float64, the op and its reference may underflow in different terms, so no value may underflow.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)

@@ -44,6 +44,6 @@ SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,
-    "donated": plain,  # the arguments are donated when the program is compiled
+    "donated": plain,  # `Trial` compiles the program with donated arguments
     **dict.fromkeys(SECOND_ORDER, plain),
 }

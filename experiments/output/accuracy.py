@@ -87,7 +87,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
-    return finite(row, lambda infinite: 1e300)  # no relative error is that large
+    return finite(row, lambda infinite: 1e300)  # stands for infinity: no finite relative error is that large
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Draw pictures of a hardened cellular automaton."""
+"""Draw pictures of a hardened cellular automaton, in which every gate is a fixed logic function."""
 
 import io
 from collections.abc import Mapping, Sequence

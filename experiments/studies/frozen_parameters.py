@@ -45,10 +45,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--features", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--seconds", type=float, default=0.3, help="the least duration of a round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="the least seconds per timing round")
     parser.add_argument("--quick", action="store_true", help=f"the same as {' '.join(QUICK)}")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args([*QUICK, *args] if "--quick" in args else args)
@@ -89,7 +89,7 @@ class _Normal:
 
 
 def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
-    """Return the float32 sum of `dy y`, where y is the result of all blocks."""
+    """Return the sum over all elements of dy times y, in float32, where y is the result of the last block."""
     linear = functools.partial(jaxbp.linear, implementation=implementation)
 
     def adapted(h, parameters, adapter):

@@ -45,8 +45,8 @@ Task = tuple[str, int]
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("settings", nargs="+", help="arguments of experiments.train, quoted, one string per setting")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting; they count from 0")
+    parser.add_argument("settings", nargs="+", help="per setting one quoted string of arguments of experiments.train")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting: 0, 1, ...")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
     parser.add_argument("--json", type=Path, required=True)

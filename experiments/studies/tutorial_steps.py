@@ -30,10 +30,10 @@ PAGE = ROOT / "docs" / "tutorial_faster.md"
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=65536, help="a multiple of 4")
-    parser.add_argument("--features", type=int, default=1024, help="a multiple of 128 up to 1024")
+    parser.add_argument("--rows", type=int, default=65536, help="number of rows of x, a multiple of 4")
+    parser.add_argument("--features", type=int, default=1024, help="elements per row, a multiple of 128 up to 1024")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--seconds", type=float, default=0.03, help="the least duration of a round")
+    parser.add_argument("--seconds", type=float, default=0.03, help="the least seconds per timing round")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if jax.default_backend() != "gpu" and simulating() is None:

@@ -1,4 +1,4 @@
-"""Translate hardened networks to C, compile the code, and load it as functions of arrays."""
+"""Translate hardened networks, which are circuits of fixed logic functions, to C, and load the compiled code."""
 
 import ctypes
 import subprocess
