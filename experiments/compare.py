@@ -157,7 +157,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """Return the losses of `steps` training steps on the first training examples, as many as the steps need."""
+    """Train for `steps` steps, on only as many training examples as the steps need. Return the loss of each step."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

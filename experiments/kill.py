@@ -79,7 +79,7 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Start or resume the run and kill its process, `kills` times. After each kill, yield the key of `MOMENTS`.
+    """Start or resume the run and kill its process, `kills` times. After each kill, yield its kind, a key of `MOMENTS`.
 
     Raise BrokenRun if a process ends before it is killed, or if the newest checkpoint after a kill is corrupt.
     """

@@ -21,7 +21,7 @@ ROUNDS = 5
 SETTLING_SECONDS = 2.4
 """The longest time in seconds that a program runs on a GPU before its first timing round, until its time is steady."""
 QUICK_SETTLING_SECONDS = 0.6
-"""`SETTLING_SECONDS` if only times are measured. The GPU's clock may not yet have dropped at its power limit."""
+"""`SETTLING_SECONDS` if only times are measured. In this time, a GPU at its power limit may not yet lower its clock."""
 NOTHING = 1e-12
 """A result counts as 0 up to float64 rounding if its norm is below this share of the largest result's norm."""
 MEASURED = (

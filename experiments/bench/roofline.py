@@ -183,7 +183,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Return the number of multiplications in a convolution, except by padding or by zeros that a dilation inserts."""
+    """Return the number of multiplications in a convolution, leaving out factors in the padding and inserted zeros."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

@@ -121,7 +121,7 @@ class AutomatonConfig(TrainingConfig):
     rounded_share: Annotated[float | None, Range(0, 1)] = None
     """Share of a state's values that each tick first rounds to 0 or 1. Gradients ignore the rounding."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight, at the last update, of a loss term that is small if the gates are almost hard."""
+    """Weight of a penalty in the loss on gates that are not almost hard. The weight grows until the last update."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
     """Share of the updates during which `hard_share` and `certainty` act as 0. Then both grow linearly."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None

@@ -9,7 +9,7 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return a function that maps `function`, by `vmap`, over two batch elements: its arguments and half of them."""
+    """Return `function` under `vmap`, over a batch of two: the arguments, and the arguments divided by 2."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function that calls `function` in a scan, on its arguments and on half of them, and sums the results."""
+    """Return a function of the arguments x, which computes `function(x) + function(x / 2)` in a scan."""
 
     def total(*values):
         def tick(totals, values):

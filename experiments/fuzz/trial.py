@@ -24,7 +24,7 @@ HEADROOM = 4
 """A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number, because the terms of a
 sum may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""Options with which XLA keeps every rounding, and with which LLVM compiles faster, without optimizations."""
+"""XLA's options to keep every rounding, and to switch off LLVM's optimizations, so that programs compile faster."""
 
 
 class Trial:

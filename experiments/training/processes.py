@@ -274,7 +274,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Return the connection without a time limit, but with keepalive, so that it fails if the other machine is lost."""
+    """Remove the connection's time limit, turn on keepalive, and return it. Keepalive detects a lost machine."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

@@ -26,5 +26,5 @@ def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> lis
 
 
 def from_levels(levels: Sequence[np.ndarray]) -> Shaped[np.ndarray, "kernels gates parameters"]:
-    """Return the parameters from which `to_levels` made the levels."""
+    """Return parameters of the shape `(kernels, gates, parameters)` from the levels that `to_levels` returns."""
     return np.concatenate(levels).swapaxes(0, 1)

@@ -62,7 +62,7 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
     blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
     heals   `steps` ticks after a square of the state at tick `steps` was destroyed
 
-    The second result is a line to print, in a list.
+    These names are the keys of the returned dict. The second result is a list with a line to print.
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
     states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
@@ -87,8 +87,9 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Compare the hardened automaton with the Game of Life.
 
-    Return the share of the 512 neighborhoods for which the automaton's next cell is right, and the number of ticks from
-    a random board before the first tick with a wrong cell. The second result is a line to print, in a list.
+    Return a dict and a list with a line to print. The dict has `right`, the share of the 512 neighborhoods for which
+    the automaton computes the next state of the center cell as the Game of Life does. It also has `ticks`, the number
+    of ticks from a random board before the first tick with a wrong cell.
     """
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
