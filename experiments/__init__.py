@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
+if sys.argv[:1] == ["-m"]:  # `python -m` has imported this package, but not yet run the command
     _print_traceback = sys.excepthook
 
     def _print_one_line(kind, error, trace):
@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"]:  # `python -m` looks for a command
     sys.excepthook = _print_one_line
 
 if importlib.util.find_spec("tyro") is None:
-    # This name makes `python -m` print the message in one line, without a traceback.
+    # Because of the argument `name`, `python -m` prints the message in one line, without a traceback.
     raise ModuleNotFoundError(
         "the packages of experiments are not installed; wants: pip install -e '.[experiments]'", name="experiments"
     )

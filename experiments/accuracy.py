@@ -1,7 +1,7 @@
-"""Measure the errors of results and gradients against float64, next to autodiff's errors in the same dtype.
+"""Measure the errors of results and gradients against float64, and compare them with autodiff's errors.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as numbers around 1e5. If an
-implementation loses digits and autodiff does not, usually its forward keeps a rounded number for the backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as values around 1e5. The usual
+reason why an implementation loses digits and autodiff does not: the forward keeps a rounded value for the backward.
 """
 
 import dataclasses
@@ -23,16 +23,19 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The error at a location is this quantile over all rows and draws."""
+"""The error of a result is this quantile of the errors of all its rows in all draws of the arguments."""
 ALLOWED = 1.5
 """The largest allowed ratio between an implementation's error and autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""The number of roundings (ε/2 each) that are always allowed. Half precisions round only once, at the end."""
+"""An error of this number of roundings, ε/2 each, is always allowed. In half precision, ops round only at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: the argument's values are `offset + scale * drawn`, with random `drawn`."""
+    """A location of the data: the values of `argument` are `offset + scale * drawn`, with random `drawn`.
+
+    `argument` is the name of an argument, or "all" for all arguments that can be moved.
+    """
 
     offset: float
     scale: float
@@ -41,13 +44,16 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative error of an op's result or gradient, and autodiff's error. Both are quantiles over rows and draws.
+    """The relative error of an op's result or gradient at one location, and the error of autodiff's.
+
+    The fields `error`, `native`, and `excess` are quantiles over the rows of all draws. A row is a vector along the
+    last axis.
 
     Attributes:
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      error, native: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's or of autodiff's (`native`) result, and e
-        is the same row in float64.
-      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. Above 1 it is a failure.
+      error: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result, and e is the same row in float64.
+      native: the same quotient for a row a of autodiff's result in the same dtype.
+      excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
     op: str
@@ -68,13 +74,14 @@ def accuracy(
     scales: Sequence[float] = SCALES,
     draws: int = DRAWS,
 ) -> Iterator[Accuracy]:
-    """Yield the accuracy of ops of the catalogue at every offset and scale, for one case per op.
+    """Yield the accuracy of every result and gradient of the cases at every offset and scale.
 
-    All arguments except `dy`, weights, and integers are moved at once, and then each separately. A location is left out
-    if the data overflows there, or if numbers that an op must tell apart become equal.
+    All arguments except `dy`, weights, and integers are moved to a location together, and then each argument alone. A
+    location is left out if the data overflows there, or if values that an op must tell apart become equal.
 
     Args:
-      cases: maps the name of each row to an op and a case. All cases form one program, which compiles faster.
+      cases: a dict from the name of each case to an op of the catalogue and the case. All cases form one program,
+        because one program compiles faster than many.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -97,9 +104,9 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function from `name -> (values, cotangents)` to `name -> result -> array`, for all ops.
+    """Return a compiled function of all ops, from `{name: (values, cotangents)}` to `{name: {result: array}}`.
 
-    All arrays have leading axes for the locations and the draws. The compiler must keep every rounding.
+    All arrays have two leading axes, for the locations and the draws. The compiler may not leave out any rounding.
     """
 
     def run(arrays):
@@ -162,7 +169,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and arguments with axes (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and their arguments, with axes (location, draw, ...)."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -193,10 +200,11 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the `_Errors` of a result, counting only elements that the dtype can hold; None if it can hold none.
+    """Return the `_Errors` of a result at one location, or None if no element's exact value fits in the dtype.
 
-    `exact` and `by_formula` are the result in float64, whose difference is added to the allowed error. If autodiff
-    loses many digits, sums cancel and rows may be correct by chance, so the median counts.
+    Elements whose exact values do not fit in the dtype are left out. `exact` and `by_formula` are the result in
+    float64, computed in two ways. Their difference is added to the allowed error. If autodiff loses many digits, some
+    rows are correct only by chance. The median of the rows then replaces the quantile `NEARLY_ALL`.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -6,11 +6,12 @@
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
     python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
-One line per failure shows the worst element, and the exit code is 1. The documentation of `jaxbp.verify.check`
-describes the comparisons. Two options select other checks:
+If a comparison fails, a line shows its worst element, and the exit code is 1. The documentation of `jaxbp.verify.check`
+describes the comparisons. Two options select other checks instead:
 
-- `--accuracy` compares the error against float64 with autodiff's error (`experiments.accuracy`).
-- `--repeat` runs each op with its gradients repeatedly, on a GPU at realistic sizes, and compares the bits.
+- `--accuracy` compares an implementation's error against float64 with autodiff's error (`experiments.accuracy`).
+- `--repeat` computes each op and its gradients repeatedly, and compares the bits of the results. On a GPU, arrays have
+  realistic sizes.
 """
 
 import dataclasses
@@ -46,23 +47,23 @@ class CheckConfig:
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """Names of ops, or `all`. The name of a forward also selects its backwards."""
     dtype: tuple[Literal["float16", "bfloat16", "float32", "float64"], ...] = ("float32",)
-    """Dtypes of the arguments. Kernels do not support float64."""
+    """Dtypes of the arguments. GPU kernels do not support float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
     """Implementations to check."""
     order: Literal[1, 2, 3] = 2
-    """Highest order of derivatives; 1 checks values and gradients."""
+    """Highest order of derivatives to check; 1 checks values and gradients."""
     accuracy: bool = False
-    """Measure the errors against float64 instead, also for data that is far from zero, large, or small."""
+    """Instead, measure the errors against float64, also for data that is far from zero, large, or small."""
     repeat: int | None = None
-    """Run each op and its gradients this often instead, and compare the bits of the results."""
+    """Instead, compute each op and its gradients this many times, and compare the bits of the results."""
     seed: int = 0
-    """Seed of the arguments."""
+    """Seed of the random arguments."""
     scale: float = 1.0
-    """Factor of all arguments except probabilities."""
+    """Factor by which all arguments are multiplied, except for probabilities, weights, and fixed arguments."""
     verbose: bool = False
-    """Print one row per compared result."""
+    """Print one row per comparison, not one row per op."""
     json: Path | None = None
-    """JSON file for the rows."""
+    """JSON file for one row per comparison."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -123,7 +124,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # At a kink of a backward, no convention defines the derivative.
+        # A convention defines a forward's derivative at its kinks, but not a backward's derivative.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
         added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,

@@ -3,7 +3,7 @@
     python -m experiments.check_public                           # functions of all installed packages, three seeds each
     python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 
-The exit code is 1 if a function failed.
+The exit code is 1 if the gradients of a function are wrong.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class CheckPublicConfig:
     """Check autodiff's gradients of public functions."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Beginnings of the names of functions. By default all functions."""
+    """Check only functions whose names begin with one of these words. By default, check all functions."""
     seeds: int = 3
-    """Number of random draws of the arguments."""
+    """Number of random draws of each function's arguments."""
     order: int = 1
     """Highest order of derivatives to check."""
 

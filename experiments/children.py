@@ -1,4 +1,4 @@
-"""Run tasks in child processes, so that a process that dies or hangs loses only its current task."""
+"""Run tasks in child processes, so that only one task is lost if a process dies or hangs."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""The C++ stack trace after the message of an abort."""
+"""A line of the C++ stack trace that follows the message of an abort."""
 
 
 @dataclasses.dataclass
@@ -24,9 +24,10 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      results: the results that the task yielded before it or its process ended.
-      death: how the process ended before the task: "SIGABRT", "exit code 1" or "no answer in 9 s"; else None.
-      said: the last text that a process that died wrote to stderr.
+      task: the task, as in the argument `tasks` of `in_children`.
+      results: the results that the task yielded, until its end or the death of its process.
+      death: None if the task ended; otherwise how its process died: "SIGABRT", "exit code 1" or "no answer in 9 s".
+      said: the last text that the process wrote to stderr, if it died.
     """
 
     task: Any
@@ -40,8 +41,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work`, a function at the top level of a module, yields the results of a task. A process is killed if it yields
-    nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
+    `work(task)` yields the results of a task. It must be a function at the top level of a module. A process is killed
+    if it yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
     """
     share_gpus()
     children, order = [], collections.deque()
@@ -69,7 +70,7 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory as needed, unless the environment forbids it. Call this before JAX starts."""
+    """Let JAX allocate GPU memory only as needed, unless the environment says otherwise. Call it before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

@@ -1,11 +1,11 @@
-"""Compare the implementations on an experiment: their gradients, their cost, and their training curves.
+"""Compare the implementations of jaxbp's ops in an experiment: their gradients, their cost, and their training curves.
 
-    python -m experiments.compare lenet                          # a table
+    python -m experiments.compare lenet                          # prints tables
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
-`jaxbp.verify.compare` compares the loss and its derivatives on one batch. Then every implementation trains for
-`--steps` steps from the same seed. `--html` writes one file with pictures.
+First, `jaxbp.verify.compare` compares the loss and its derivatives on one batch. Then the experiment trains for
+`--steps` steps with each implementation, from one seed. `--html` writes the tables and pictures to an HTML file.
 """
 
 import dataclasses
@@ -47,17 +47,17 @@ class CompareConfig(Generic[Config]):
     steps: int = 50
     """Number of training steps for each implementation."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
-    """Implementations to compare with autodiff. By default pallas and xla, or only xla without a GPU."""
+    """Implementations to compare with autodiff. Default: pallas and xla, or without a GPU only xla."""
     matmul_precision: Literal["default", "highest"] = "default"
-    """Precision of float32 products: jaxbp's default (TF32 on a GPU), or true float32."""
+    """Precision of float32 products: default, which is TF32 on a GPU, or highest, which is exact float32."""
     second_order: bool = True
-    """Compare the products of the Hessian and a random direction."""
+    """Also compare Hessian-vector products of the loss for a random vector."""
     seconds: float = 0.05
     """Shortest duration of a timing round, in seconds."""
     json: Path | None = None
-    """JSON file for all numbers."""
+    """JSON file for all compared numbers and the losses of the training steps."""
     html: Path | None = None
-    """HTML file for the page."""
+    """HTML file for a page with the tables and pictures."""
 
     def __post_init__(self):
         if self.steps < 0:
@@ -157,7 +157,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """Return the losses of the first `steps` training steps, on the first training examples."""
+    """Train for `steps` steps, on only as many training examples as the steps need. Return the loss of each step."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

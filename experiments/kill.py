@@ -1,10 +1,10 @@
-"""Kill a training run repeatedly, resume it, and compare its final bits with an uninterrupted run.
+"""Kill and resume a training run repeatedly, and compare its final bits with the bits of an uninterrupted run.
 
-    python -m experiments.kill                                   # LeNet on the digits, 50 times
+    python -m experiments.kill                                   # LeNet on the digits, killed 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-Kills come at any time, shortly after a checkpoint, or while the process writes a file. After each kill, the newest
-checkpoint must be intact. The exit code is 1 if the final bits differ.
+The moments of the kills alternate: shortly after a checkpoint, while the process writes a file, and at any time. After
+each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits differ.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
 Command = Callable[[Path], Sequence[str]]
-"""Maps a run directory to the command that starts or resumes its run."""
+"""A function from a run directory to the command line that starts or resumes the run in this directory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """Kill and resume a training run repeatedly, and compare its result with an uninterrupted run."""
+    """Kill and resume a training run repeatedly, and compare its final bits with those of an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """Name of an experiment of experiments.train."""
     kills: int = 50
     """Number of times that the run is killed."""
     epochs: int | None = None
-    """Number of epochs of the run. None: four times the number of kills."""
+    """Number of epochs of the run. None: four epochs per kill."""
     seed: int = 0
-    """Seed of the moments of the kills."""
+    """Seed that determines the moments of the kills."""
 
     def __post_init__(self):
         if self.kills < 1:
@@ -79,9 +79,9 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Start or resume the run and end it, repeatedly, and yield the kind of each kill's moment.
+    """Start or resume the run and kill its process, `kills` times. After each kill, yield its kind, a key of `MOMENTS`.
 
-    Raise BrokenRun if a process ends before it is killed, or its newest checkpoint is corrupt.
+    Raise BrokenRun if a process ends before it is killed, or if the newest checkpoint after a kill is corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):
@@ -114,7 +114,7 @@ def finish(command: Command, run_dir: Path) -> None:
 
 
 def outcome(run_dir: Path) -> tuple:
-    """Return the epoch, the metrics without timings, and the bytes of all arrays of the newest checkpoint."""
+    """Return the epoch, the metrics without timings, and the bytes of all arrays, from the newest checkpoint."""
     checkpoint = run_directory.newest(run_dir)
     metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
     return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}

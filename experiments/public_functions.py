@@ -1,4 +1,4 @@
-"""Public functions whose check must pass, because autodiff's gradients are correct."""
+"""Public functions on which `jaxbp.verify.check` must report no failure, because autodiff's gradients are correct."""
 
 import dataclasses
 import functools
@@ -16,7 +16,12 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function, the shape and the kind (a key of `KINDS`) of each argument, and settings of `check`."""
+    """A function to check.
+
+    Attributes:
+      arguments: the shape and the kind of data, a key of `KINDS`, of each argument.
+      settings: keyword arguments of `jaxbp.verify.check`.
+    """
 
     name: str
     function: Callable
@@ -65,11 +70,14 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""Extra data for matrices. Other kinds repeat entries, and may make a matrix singular."""
+"""Settings of `check` for matrices. The other kinds of extra data repeat entries, and may make a matrix singular."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention block by block, with running maxima and sums in float32."""
+    """Compute softmax attention over one block of keys and values after another.
+
+    The running maxima of the scores and the running sums are in float32.
+    """
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 

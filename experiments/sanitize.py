@@ -4,27 +4,30 @@
     python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
-A process computes the value and gradients of one op with `implementation="pallas"`, for the op's small case, in float32
-and bfloat16. CUDA allocates every array, because XLA's memory pool would hide accesses beyond the end of an array.
+A process computes the value and gradients of one op with `implementation="pallas"`, on the small arrays of the
+catalogue, in float32 and bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses
+beyond the end of an array.
 
-`EXPLAINED` lists findings that are harmless or not caused by jaxbp. The exit code is 1 if a tool reported any other
-finding, or if a process failed or timed out. In addition to `experiments/output/results.py`, the JSON file contains:
+`EXPLAINED` lists kinds of findings that are harmless or not caused by jaxbp. The exit code is 1 if a tool reported any
+other finding, or if a process failed or timed out. The JSON file has the fields of every result file
+(`experiments/output/results.py`), and:
 
-    explained      maps the name of an explanation to the reason
-    rows           one object per op and tool, from its last process: op, tool, outcome, code (the exit code), seconds,
-                   attempts (the number of processes), findings, and output (the last printed lines, if they are useful)
+    explained      an object from the name of each explanation to its reason
+    rows           one object per op and tool, from the last process: op, tool, outcome, code (the exit code), seconds,
+                   attempts (the number of processes), findings, and output (the last printed lines, unless the outcome
+                   is "clean" or "explained")
 
-A finding has a message, a kernel, a count, and the name of its explanation or null. The outcomes are:
+Each finding has a message, a kernel, a count, and the name of its explanation or null. The outcomes are:
 
     clean              the tool reported no finding
     explained          all findings are explained
     found              the tool reported a finding that is not explained
-    crashed at exit    clean or explained, but the process died after all kernels and the tool's summary
+    crashed at exit    as clean or explained, but the process died, after all kernels had run and the tool had finished
     failed             a kernel did not run, or the tool printed no summary
-    timed out          the process exceeded the time limit, and the tool reported nothing before
+    timed out          the process exceeded the time limit, without an unexplained finding
 
-Under the tools, processes sometimes die at exit or hang in XLA's compiler. `--attempts` repeats a process that failed
-or timed out.
+Under the tools, processes sometimes die at exit or hang in XLA's compiler. A process that failed or timed out is
+therefore repeated, up to `--attempts` processes in total.
 """
 
 import collections
@@ -49,7 +52,11 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A kind of finding that is no mistake of jaxbp. Each pattern must match the beginning of the finding's field."""
+    """A kind of finding that is not a mistake of jaxbp.
+
+    A finding is of this kind if it comes from `tool`, and the patterns `op`, `kernel`, and `text` match the beginnings
+    of its op's name, its kernel's name, and its text.
+    """
 
     name: str
     reason: str
@@ -57,7 +64,7 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """Pattern for the lines of the finding, joined by spaces."""
+    """Pattern for the text of a finding, whose lines are joined by spaces."""
 
 
 EXPLAINED = (
@@ -88,7 +95,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""Pattern for a finding: one line, and its indented lines."""
+"""Pattern for a finding in a tool's output: one line, and the indented lines after it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
 FOUND = 99
@@ -108,19 +115,19 @@ class SanitizeConfig:
     """Run the kernels of ops under the tools of NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of the ops to run. By default all ops of the catalogue."""
+    """Names of the ops to run. By default, all ops of the catalogue."""
     tools: tuple[Literal["memcheck", "racecheck", "initcheck", "synccheck"], ...] = TOOLS
     """Tools of compute-sanitizer to run."""
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """The largest number of processes per op and tool, if processes fail or time out."""
+    """The largest number of processes per op and tool. A process is repeated if it failed or timed out."""
     processes: int = 1
-    """The number of concurrent processes."""
+    """The number of processes that run at once."""
     json: Path | None = None
-    """JSON file for the rows."""
+    """JSON file for one row per op and tool."""
     child: bool = False
-    """Run the kernels of one op in this process, under compute-sanitizer."""
+    """Internal: run the kernels of one op in this process, which compute-sanitizer has started."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -160,7 +167,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """Return compute-sanitizer's path in NVIDIA's wheel, or else on PATH, where it may be older."""
+    """Return the path of compute-sanitizer in NVIDIA's wheel, or of a possibly older compute-sanitizer on PATH."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -176,7 +183,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Return the row of the first process with a conclusive outcome, or of the last process."""
+    """Run up to `attempts` processes, until one neither fails nor times out. Return the row of the last process."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -224,7 +231,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op, with counts of equal findings."""
+    """Return the findings that a tool printed for an op. Equal findings become one finding with their count."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]

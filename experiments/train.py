@@ -1,11 +1,11 @@
 """Train a model from the command line.
 
     python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
-    python -m experiments.train logic --json logic.json          # also writes the result to a file
+    python -m experiments.train logic --json logic.json          # also writes a result file
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
-The last printed line is the test accuracy. `--help` lists the experiments, and after the name of an experiment, its
-settings.
+The last printed line is the test accuracy. `--help` lists the experiments. After the name of an experiment, `--help`
+lists its settings.
 """
 
 import argparse
@@ -45,7 +45,8 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Maps an experiment to the module whose `report` writes its `FILES`, and returns lines to print."""
+"""Dict from the name of an experiment to a module. The module's function `report` writes the module's `FILES` into the
+run directory, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -56,11 +57,11 @@ class Options:
     json: Path | None = None
     """JSON file for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, for a run in several processes. Process 0 also uses the next port."""
+    """For a run in several processes: HOST:PORT at which process 0 listens. Process 0 also uses the next port."""
     process: int | None = None
-    """Number of this process, from 0. The other processes use the settings of process 0."""
+    """For a run in several processes: number of this process, from 0. All processes use process 0's settings."""
     processes: int | None = None
-    """Number of processes of the run."""
+    """For a run in several processes: number of the processes."""
 
 
 class Command(NamedTuple):
@@ -115,9 +116,9 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Broadcast the state, the number of completed epochs, and whether training is finished, from process 0.
+    """Return process 0's state, number of completed epochs, and whether training is finished, in every process.
 
-    Raise UserError if this process has other data, or another model, than process 0.
+    Raise UserError if the data or the model of this process differs from process 0's.
     """
     checksum = np.uint32(0)
     if jax.process_count() > 1:
@@ -134,10 +135,11 @@ def _shared(
 
 
 def parse(args: Sequence[str]) -> Command:
-    """Parse the command line. If it names no run directory, the config gets a new one.
+    """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
-    With `--resume` and `--run-dir`, the experiment and the settings that are not given come from the saved run. If this
-    run does not exist or has other settings, UserError is raised. Invalid arguments raise SystemExit.
+    With `--resume` and `--run-dir`, the experiment and all settings that the command line omits come from the saved
+    run. UserError is raised if the saved run does not exist, or if a given setting differs from the saved setting and
+    is not a larger number of epochs. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -178,13 +180,13 @@ def _with_options(config: type[TrainingConfig]) -> type[TrainingConfig]:
 
 
 def train(config: TrainingConfig) -> Metrics:
-    """Train in `config.run_dir`, from the start or from its last checkpoint, and return the last metrics.
+    """Train in `config.run_dir`, from the start or from the last checkpoint, and return the last epoch's metrics.
 
     Raises:
-      UserError: (a ValueError) for invalid data or settings, or a run directory that does not match them.
-      BrokenRun: for a run directory that another process uses, or that is too damaged to resume.
-      FloatingPointError: if a loss is not finite. The last checkpoint is then the checkpoint of the previous epoch.
-      Stopped: after Ctrl-C. The curves so far have been drawn.
+      UserError: (a ValueError) for invalid data or settings, or if the run directory does not match the settings.
+      BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
+      FloatingPointError: if training diverges, as in `loop.run`. The last checkpoint is from the epoch before.
+      Stopped: after Ctrl-C. The curves of the completed epochs have been drawn.
     """
     with RunDirectory(config) as directory:
         config = directory.config
@@ -238,7 +240,8 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    Fields in seconds are sums over the epochs, and `images_per_second` is the mean over the training of all epochs.
+    Fields in seconds are sums over the epochs. `images_per_second` is the number of training images divided by the
+    seconds of training.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size

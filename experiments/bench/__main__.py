@@ -4,24 +4,26 @@
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
     python -m experiments.bench lenet --batch 128 8192 --precision highest
     python -m experiments.bench logic-conv:mnist-m                     # at one size
-    python -m experiments.bench all --peers --json results.json        # and other libraries on the same arrays
+    python -m experiments.bench all --peers --json results.json        # everything, also in other libraries
     python -m experiments.bench --quick --json new.json                # times of one workload per family
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
-docs/benchmarks.md defines the times, the roofline, the memory, and the errors. A program has at most 32 calls, so at
-small batches its arrays may fit in the GPU's cache. The error of a peer is the error of its eager functions. `"pallas"`
-has no row if the workload launches no kernel of jaxbp, or if there is no GPU.
+docs/benchmarks.md defines the times, the roofline, the memory, and the errors. A timed program calls its workload at
+most 32 times, so at small batches the arguments of all calls may fit in the GPU's cache. The report has one row per
+workload, batch size, and implementation. Peers are other libraries that compute the same workloads. The error of a peer
+is measured on its eager functions. `"pallas"` has no row if the workload launches no kernel of jaxbp, or if there is no
+GPU.
 
-`--quick` measures only times, for the first workload of each module of ops and of each kind of training step except the
-automaton's, at the middle one of its batch sizes. On a GPU, a program runs for at most 0.6 s before its first round.
-With `--peers`, memory and errors are also measured. After 90 seconds, no further row is started.
+`--quick` times one workload per family, at the middle one of its batch sizes. A family is a module of ops or a kind of
+training step; `selection.quick` chooses its first workload. On a GPU, a program runs for at most 0.6 s before its first
+timing round. Memory and errors are measured only with `--peers`. After 90 seconds, no further row is started.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
-    dtype, precision       the dtypes of the arrays, and the precisions that products of float32 are allowed
-    settling_seconds       the longest time that a program runs before its first round
+    dtype, precision       the dtypes of the arrays, and JAX's precisions of float32 products
+    settling_seconds       the longest time that a program runs before its first timing round
     copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this GPU, in the first dtype: see `roofline.measured_rates`
+                           the rates of this GPU for the first of the dtypes: see `roofline.measured_rates`
     rows                   one object per row: see `rows.Case`
     complete               whether every row was measured
     missing                the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
@@ -61,29 +63,29 @@ class BenchConfig:
     """Time ops and training steps, and compare them with JAX's autodiff and with other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """`all`, `ops`, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), an op, or `op:size`."""
+    """`all`, `ops`, an op, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), or NAME:SIZE."""
     quick: bool = False
-    """Measure only times, for one workload per family at one batch size, with "pallas" and "None"."""
+    """Measure only times of "pallas" and "None", at one batch size, of one workload per op module and training kind."""
     batch: tuple[int, ...] = ()
-    """Batch sizes. By default, those of docs/benchmarks; without a GPU, 256 for ops and 128 for most training steps."""
+    """Batch sizes. Default: as in docs/benchmarks; without a GPU, 256 for ops and 128 for most training steps."""
     dtype: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32",)
     """Dtypes of the arrays. Training steps keep their parameters in float32, and scale their loss in float16."""
     precision: tuple[Literal["default", "highest"], ...] = ("default",)
-    """Precisions of float32 products: the default (TF32 is allowed on a GPU), or exact float32."""
+    """Precisions of float32 products: default, which allows TF32 on a GPU, or highest, which uses exact float32."""
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
     """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
-    """Time ops on arrays with the batch as the last axis, as kernels pass arrays to each other."""
+    """Time ops on arrays whose last axis is the batch, the layout in which kernels pass arrays to each other."""
     peers: bool = False
-    """Also time the installed peers, such as PyTorch, Liger-Kernel, QuACK, cuDNN, tokamax, and torchlogix."""
+    """Also time the installed peers: other libraries such as PyTorch, Liger-Kernel, QuACK, cuDNN, and tokamax."""
     peer_variants: VariantChoice = "best"
-    """best: the fastest variant of each peer; all: also the eager variants, both precisions, every formulation."""
+    """Variants of each peer to time: `best`, the fastest, or `all`, also eager and in both precisions."""
     compile_seconds: bool = False
-    """Time the compilation of every row. Programs then compile one after the other."""
+    """Also time compilation. Programs are then compiled one after the other, not concurrently."""
     time_limit: float | None = None
     """Seconds after which no further row is started. With `quick`, the default is 90."""
     seconds: float = 0.03
-    """Least time of a round. At its power limit, a GPU's clock oscillates about once per second; 1 averages it."""
+    """Least seconds per timing round. At its power limit, a GPU's clock oscillates once per second; 1 averages it."""
     json: Path | None = None
     """File for the rows. It is written after each row."""
 
@@ -100,7 +102,7 @@ def _main(config: BenchConfig, command: str) -> int:
     check(config)
     workloads = selected(config.cases, config.batch_last)
     if config.peers:
-        # JAX has not started yet: leave the peers room on the GPU.
+        # This is set before JAX starts, so that JAX leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
         report = run(workloads, config, command, started)
@@ -109,7 +111,7 @@ def _main(config: BenchConfig, command: str) -> int:
 
 
 def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
-    """Return whether one of jaxbp's implementations failed, other than as unsupported."""
+    """Return whether the row's implementation is jaxbp's and failed with an error other than NotImplementedError."""
     return row["peer"] is None and row["failed"] is not None and not row["failed"].startswith("NotImplementedError")
 
 
@@ -179,13 +181,13 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
 
 
 def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    """Return the end of a row's title: the dtype and the precision if the run has several."""
+    """Return the end of a row's title. It names the dtype if the run has several dtypes, and likewise the precision."""
     in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
     return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Record in the report which rows are missing."""
+    """Record in the report which rows are still missing, and whether the report is complete."""
     measured = {(row["work"], row["batch"], row["implementation"]) for row in report["rows"]}
     report["missing"] = [
         f"{case.title}, {name}"

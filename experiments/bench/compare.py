@@ -1,11 +1,11 @@
-"""Compare two runs of the bench on the same device, and list the rows that became slower beyond the measured noise.
+"""Compare two runs of the bench on the same device, and list the rows whose time changed by more than the noise.
 
     python -m experiments.bench compare old.json new.json
     python -m experiments.bench compare old.json new.json --threshold 0.1
 
-A row is slower if its median exceeds the old median by more than the threshold and its fastest round took longer than
-the slowest old round, or if it fails only in the new run. Rows of peers are left out. The exit code is 1 if a row is
-slower, and 2 if the files cannot be compared.
+A row is slower if its new median time exceeds its old median by more than the threshold, and its fastest new round took
+longer than its slowest old round. A row that fails only in the new run also counts as slower. Rows of peers (other
+libraries) are left out. The exit code is 1 if any row is slower, and 2 if the files cannot be compared.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ class CompareConfig:
     new: Annotated[Path, tyro.conf.Positional]
     """A later file that the bench wrote on the same device."""
     threshold: float = 0.05
-    """Least growth of a slower row's time, as a share. The growth must also exceed the noise of both runs."""
+    """A row is slower if its time grew by more than this share of the old time and by more than the noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A row that both runs measured."""
+    """A row that both runs measured, and whether it became slower."""
 
     title: str
     old: Row
@@ -87,7 +87,7 @@ def _read(path: Path) -> Report:
 
 
 def changes(old: Report, new: Report, threshold: float) -> list[Change]:
-    """Return the rows that both runs measured, by decreasing slowdown."""
+    """Return the rows that both runs measured, with the largest slowdown first."""
     before, after = _rows(old), _rows(new)
     common = [
         Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
@@ -100,13 +100,13 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return a dict from titles to rows, without rows of peers."""
+    """Return a dict from a title, made of `FIELDS`, to the row with these fields. Leave out rows of peers."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
 
 def verdict(old: Row, new: Row, threshold: float) -> Verdict:
-    """Return the verdict on a row of two runs."""
+    """Return how a row changed from the old run to the new run."""
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]
@@ -153,7 +153,7 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
 
 
 def _time(row: Row) -> str:
-    """Return the median, with half of the range of the rounds as a percentage."""
+    """Return the median time as text, with half the difference of the slowest and fastest round as a percentage."""
     if row["failed"]:
         return "failed"
     median, rounds = row["microseconds"], row["round_microseconds"]

@@ -1,11 +1,11 @@
-"""Layers of logic gates in plain JAX with four coefficients per gate: the strongest baseline for autodiff.
+"""Layers of logic gates in plain JAX with four coefficients per gate: the fastest known form under autodiff.
 
-Each of the 16 functions of a gate is linear in a and in b, so their mixture is `y = c0 + c1 a + c2 b + c3 ab`. The
-coefficients are the softmax of the logits, multiplied by a constant table. The implementation "autodiff" of
-`jaxbp.gate_layer` stacks the 16 functions instead, as in the literature.
+A gate with inputs a and b mixes 16 functions. Each function is linear in a and in b, so the mixture is
+`y = c0 + c1 a + c2 b + c3 ab`. The coefficients are the softmax of the gate's 16 logits, multiplied by a constant
+table. The implementation "autodiff" of `jaxbp.gate_layer` computes all 16 functions instead, as in the literature.
 
-Values have the features as the first axis, so that a gather reads whole rows. The gather's gradient adds rows in any
-order, so gradients on a GPU can differ between runs.
+Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows. The gather's gradient adds rows in any
+order on a GPU, so gradients can differ between runs.
 """
 
 import jax
@@ -41,4 +41,4 @@ def scores(network: LogicNetwork, x: Array) -> Array:
 
 
 BASELINES = {"gate_layer": {NAME: gate_layer}, "gate_layer_backward": {NAME: gate_layer_backward}}
-"""Dict from the name of an op to its `Workload.baselines`."""
+"""Dict from the name of an op to its `Workload.baselines`, which maps the names of rows to functions."""

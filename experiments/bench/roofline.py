@@ -1,10 +1,11 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. A cache is faster than memory, so the rate of bytes depends on the working set,
-which is the number of bytes that a program touches. Bytes that are both read and written count at the rate of a copy,
-and the rest at the rate of only reading or only writing. Arithmetic outside of products counts at the rate of products
-at the highest precision, which is the rate of float32 on the CUDA cores. The rates are the best of several short
-rounds, before the power limit lowers the GPU's clock. Launches and intermediate results count no time.
+docs/benchmarks.md defines the roofline. The working set is the number of bytes that a program touches. The rate of
+memory traffic depends on it, because a small working set fits in the cache. As many bytes as are both read and written
+count at the rate of a copy. The remaining bytes count at the rate of only reading or only writing. Arithmetic outside
+of matrix products counts at the rate of a product in exact float32, which is the rate of the CUDA cores. Each rate is
+the best of several short rounds, which end before the power limit lowers the GPU's clock. Launches and intermediate
+results count no time.
 """
 
 import functools
@@ -26,21 +27,21 @@ MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
 """Working sets, in bytes, with which rates are measured. The L2 cache of an H200 has 60 MiB."""
 CALLS = 8
-"""The number of kernels in a program whose working set may fit in the cache. One kernel would take less time than its
-dispatch."""
+"""The number of kernels in a program that measures a rate with a small working set. A single kernel would take less
+time than its dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
-"""The longest round in which a rate is measured. In longer rounds, the clock of the GPU drops."""
+"""The longest timing round for a rate, in seconds. In longer rounds, the clock of the GPU drops."""
 
 
 class Cost(NamedTuple):
-    """The least cost of one call.
+    """The least work that one call of a workload needs.
 
     Attributes:
       argument_bytes, result_bytes: the size of all arguments and results.
       operations: multiplications and additions in matrix products and convolutions.
       read_bytes: the size of the arguments that affect the results.
-      written_bytes: the size of the distinct results that are not arguments.
+      written_bytes: the size of the results, without those that equal an argument or another result.
       arithmetic: other multiplications and additions, or 0 if the workload does not state them.
     """
 
@@ -53,10 +54,13 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline of a call in a program that touches `working_set` bytes, given `measured_rates`."""
+    """Return the roofline in seconds of one call in a program that touches `working_set` bytes.
+
+    `rates` is the result of `measured_rates`.
+    """
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
-    # A copy reads and writes, so neither reading alone nor writing alone is slower than a copy.
+    # Only reading, or only writing, is at least as fast as a copy; a lower measured rate is noise.
     reading, writing = (cost.read_bytes - copied) / max(copy, read), (cost.written_bytes - copied) / max(copy, write)
     operations = rates["operations_per_second"]
     return max(
@@ -67,9 +71,9 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """Return the best rate measured with at least this working set, or 0 if no rate was measured.
+    """Return the best of the rates measured with working sets of at least `working_set`, or 0 if no rate was measured.
 
-    The largest measured working set that does not exceed `working_set` also counts.
+    The rate at the largest measured working set below `working_set` also counts.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -83,11 +87,12 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure the rates of this GPU.
 
     Args:
-      seconds: the least duration of a round, of which at most `RATE_SECONDS` are used.
+      seconds: the least duration of a timing round. A larger value than `RATE_SECONDS` counts as `RATE_SECONDS`.
 
     Returns:
-      bytes_per_second: for "copy", "read" and "write", pairs of a working set in bytes and the rate.
-      copy_bytes_per_second: the rate of a copy in memory.
+      A dict with these keys:
+      bytes_per_second: for each of "copy", "read", and "write", a list of pairs of a working set in bytes and a rate.
+      copy_bytes_per_second: the rate of a copy that does not fit in the cache.
       operations_per_second: the rate of the fastest matrix product at each precision.
     """
     programs = _traffic() | {
@@ -111,7 +116,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The bytes or operations of a program, and a function from the least duration of a round to the program's seconds."""
+"""The bytes or operations of a program, and a function that times it, given the least duration of a timing round."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -142,7 +147,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Return the least cost of one call, counted in the jaxpr of "autodiff"."""
+    """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -178,7 +183,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Return the multiplications of a convolution, without those by padding or by the zeros of a dilation."""
+    """Return the number of multiplications in a convolution, leaving out factors in the padding and inserted zeros."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

@@ -1,7 +1,9 @@
-"""The rows of the report: every workload at every batch size, for every implementation and peer.
+"""The rows of the report: one per workload, batch size, and way to compute the workload.
 
-The programs of a few workloads are compiled concurrently, and then timed one after the other. No program is compiled
-while another is timed, because compilers use the host's cores and XLA tries algorithms on the GPU.
+The ways are the implementations of jaxbp, baselines (other formulations in plain JAX), and variants of peers (other
+libraries). The programs of a few cases (a workload at one batch size) are compiled concurrently, and then timed one
+after the other. No program is compiled while another is timed, because compilers use the host's cores, and XLA tries
+algorithms on the GPU.
 """
 
 import functools
@@ -22,28 +24,31 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""The least time in seconds that a program takes on the device, ten times the time of a dispatch. A program has as many
-calls as this time needs, but at most `MOST_CALLS`."""
+"""A program makes enough calls to take `PROGRAM_SECONDS` on the device at the roofline, but at most `MOST_CALLS` calls.
+This time is ten times the time of a dispatch."""
 CACHE_BYTES = 128 * 2**20
-"""The least size in bytes of the arguments of all calls of a program, unless it needs more than `MOST_CALLS` calls. It
-is more than twice the L2 cache of an H200."""
+"""A program also makes enough calls that their arguments together have this size, but at most `MOST_CALLS` calls. The
+size is more than twice the L2 cache of an H200."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before the first of them is timed: their number, because each executable takes
-memory, and the seconds of tracing, so that a time limit leaves time for measuring."""
+"""Limits on a group of cases whose programs are compiled before the first of them is timed. The number of cases is
+limited because each executable takes memory. The seconds of tracing are limited so that a time limit leaves time for
+measuring."""
 
 
 class Settings(NamedTuple):
-    """The settings that the rows of a run share.
+    """The settings of a `Case`.
 
     Attributes:
+      implementations: the names of jaxbp's implementations to time.
       peers: the modules of the peers to time, by name.
-      dtype, precision: the dtype of the arrays, and the precision that products of float32 are allowed.
+      variants: which variants of each peer to time.
+      dtype, precision: the dtype of the arrays, and JAX's precision of float32 products.
       seconds: the least duration of a timing round.
-      compile_seconds: whether to time the compilation of every row.
-      rates: the rates of this GPU; empty on a CPU.
-      times_only: whether rows have only times, because memory and errors need further programs.
-      label: the end of the titles of rows, which names the dtype and the precision if the run has several.
+      compile_seconds: whether to time the compilation of every implementation and baseline.
+      rates: the rates of this GPU, from `roofline.measured_rates`. Empty on a CPU.
+      times_only: whether to measure only times. Memory and errors need further programs.
+      label: the end of the titles of rows. It names the dtype if the run has several, and likewise the precision.
     """
 
     implementations: Sequence[str]
@@ -59,7 +64,7 @@ class Settings(NamedTuple):
 
 
 class Case:
-    """A workload at one batch size, which compiles its programs and measures its rows of the report."""
+    """A workload at one batch size in one dtype and precision. It compiles its programs and measures its rows."""
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
@@ -68,7 +73,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The title of the workload with the label of the settings."""
+        """The title of the workload, followed by the label of the settings."""
         return self.workload.title + self.settings.label
 
     @property
@@ -76,7 +81,7 @@ class Case:
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """Return the names of the rows: jaxbp's implementations, the baselines, and the variants of the peers."""
+        """Return the names of the rows: of jaxbp's implementations, of the baselines, and of the peers' variants."""
         names = [name for name in self._names if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -113,7 +118,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Time the compilation of each implementation and baseline. No other program may be compiled meanwhile."""
+        """Time the compilation of each implementation and baseline. The caller must not compile anything meanwhile."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):
@@ -122,7 +127,10 @@ class Case:
                 continue  # `submit` will fail in the same way, and the row will record why
 
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
-        """Start to compile the programs. Leave out "pallas" if it launches no kernel. `accuracy` measures errors."""
+        """Start to compile the programs of all implementations and baselines.
+
+        "pallas" is left out if it launches no kernel. `accuracy` measures the errors; it is None for times only.
+        """
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
@@ -163,7 +171,7 @@ class Case:
     # -------------------------------------------------------------------------------------------------------- timing
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
-        """Yield the rows, each measured on demand, until `keep_going()` is false."""
+        """Measure and yield one row after the other, until `keep_going()` is false."""
         sets = range(1 if self.workload.steps else self.calls)
         arguments = jax.block_until_ready(tuple(map(self._draw, sets)))
         names = [name for name in self._names if name not in self._left_out]
@@ -175,7 +183,7 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
-            if peer is not None:  # peers compile when they are timed
+            if peer is not None:  # a peer compiles in `run`, the others were compiled in `submit`
                 print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
             with jax.default_matmul_precision(self.settings.precision):
                 row = self._row(name, peer, precision, attempt(run))
@@ -263,8 +271,11 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with `speedup_over_autodiff`: the speedup over the fastest row of autodiff or a baseline on the
-    same workload and batch."""
+    """Return the rows with an added field `speedup_over_autodiff`.
+
+    The speedup is relative to the fastest row of the same workload and batch size that uses autodiff. These rows are
+    "autodiff" and the baselines.
+    """
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

@@ -1,7 +1,7 @@
-"""Workloads that are training steps: of LeNet, a mixer, logic networks, and an automaton.
+"""Workloads that are training steps of LeNet, of a mixer, of logic networks, or of an automaton.
 
-A program of such a workload is a scan over training steps, which compute the loss and its gradients and update the
-parameters.
+The timed program of such a workload is a scan over training steps. Each step computes the loss and its gradients, and
+updates the parameters.
 """
 
 import functools
@@ -48,10 +48,13 @@ def mixer_workload() -> Workload:
 def logic_workload(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Workload:
-    """Return a training step of a logic network with six layers, as published for MNIST, on random bits."""
+    """Return a training step of a logic network with six layers of `gates` gates, as published for MNIST.
+
+    The inputs are random bits.
+    """
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
-    # The errors' reference runs in float64 on the CPU, where 16 functions per gate and example are slow.
+    # The reference for errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
@@ -90,9 +93,10 @@ class LogicConvSizes(NamedTuple):
     """A published convolutional logic network.
 
     Attributes:
-      shape: channels, height, and width of the images of bits.
+      shape: the number of channels, the height, and the width of an image.
+      convolutions: the convolutions of trees of gates, each followed by a max-pool.
       widths: the number of gates in each layer after the convolutions.
-      tau: the number by which the sum of each class is divided.
+      tau: the divisor of the sum of a class's gates, which gives the score of the class.
       cpu_batches: the default batch sizes without a GPU.
     """
 
@@ -116,17 +120,17 @@ LOGIC_CONV = {
     ),
     "cifar-m": LogicConvSizes((9, 32, 32), _CIFAR_CONVOLUTIONS, tuple(256 * width for width in _WIDTHS), 40.0),
 }
-"""The networks of size M, for MNIST and for CIFAR-10 with three bits per color channel.
+"""The published networks of size M, for MNIST and for CIFAR-10. CIFAR-10 images have three bits per color channel.
 
 Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
 """
 
 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
-    """Return a training step of a convolutional logic network, `LOGIC_CONV[place]`.
+    """Return a training step of the convolutional logic network `LOGIC_CONV[place]`.
 
-    Its inputs are random numbers. With bits, many values in a window would be equal up to rounding, and rounding would
-    decide which of them is the largest.
+    The inputs are uniform random numbers instead of bits. With bits, many values in a pooling window would be equal up
+    to rounding. Rounding would then decide which value is the largest and receives the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -147,7 +151,7 @@ def logic_conv_network(
         10,
         tau=sizes.tau,
         wiring=_unique_wires,
-        initialization="residual",  # for the layers and for the convolutions
+        initialization="residual",  # of the dense layers and of the convolutions
         parametrization=parametrization,
         implementation=implementation,
         dtype=jnp.dtype(dtype),
@@ -155,7 +159,7 @@ def logic_conv_network(
     )
 
 
-# The wires of hundreds of thousands of gates take seconds, and each implementation and each peer makes a network.
+# Drawing the wires of hundreds of thousands of gates takes seconds, and each implementation and peer draws the same.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -181,11 +185,12 @@ def _training_step(
     """Return the workload of a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
-      shape: the shape of one input.
-      losses: `(model, inputs, labels, implementation) -> losses`, one per example.
+      op, place, options, batches, error_batch: fields of the `Workload`.
+      shape: the shape of one example of the inputs.
+      losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
       draw_inputs: `(key, shape) -> inputs`.
-      optimiser: the argument of `training`.
-      baselines: name of a row -> `(model, inputs) -> scores`, in plain JAX.
+      optimiser: see `training`.
+      baselines: a dict from the name of a row to `(model, inputs) -> scores` in plain JAX.
     """
 
     @functools.cache
@@ -217,14 +222,15 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Dict from the side length of the grid to the default batch sizes on a GPU, and on other platforms."""
+"""Dict from the side length of the grid to a pair: the default batch sizes on a GPU, and on other platforms."""
 TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """Return a training step of `TICKS` ticks of `CHECKERBOARD`.
+    """Return a training step of the automaton `CHECKERBOARD`, whose loss is computed after `TICKS` ticks.
 
-    Instead of the name of an implementation, `function` also takes `(logits, automaton, state, steps) -> state`.
+    The workload's `function` takes the name of an implementation, or a rollout `(logits, automaton, state, steps) ->
+    state` in its place.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -265,19 +271,22 @@ def automaton_workload(size: int) -> Workload:
 
 
 class Scaled(NamedTuple):
-    """The parameters and the scale of the loss, in float16."""
+    """The parameters and the loss scale of a training step in float16."""
 
     parameters: Any
     scale: LossScale
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """Return the state of a training step: the parameters, and in float16 also a loss scale."""
+    """Return the state of a training step: the parameters, or for float16, the parameters with a loss scale."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return `jax.value_and_grad(loss)`, which for a `Scaled` state also returns `finite` and the next scale."""
+    """Return a function like `jax.value_and_grad(loss)`, whose first argument is the state of a training step.
+
+    For a `Scaled` state, the function also returns whether the gradients are finite, and the next loss scale.
+    """
 
     def function(state, *arguments):
         if isinstance(state, Scaled):
@@ -293,9 +302,14 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """Return a program of training steps, by default with SGD. With a loss scale, it skips updates that are not
-    finite."""
-    # With None, jaxbp's optimizer uses Optax for few or large arrays, where Optax is faster.
+    """Return a program of `calls` training steps. With a loss scale, a step with non-finite gradients updates nothing.
+
+    Args:
+      function: returns the loss and the gradients, see `loss_and_gradients`.
+      implementation: the implementation of the optimizer.
+      optimiser: `optimiser(implementation=...)` makes the optimizer. By default, it is SGD of Optax.
+    """
+    # "pallas" becomes None, so that jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
@@ -305,7 +319,7 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Without the barrier, XLA would compute values that depend only on the images once for all steps.
+            # Without the barrier, XLA would move values that depend only on the images out of the scan.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

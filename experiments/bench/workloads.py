@@ -14,13 +14,13 @@ from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
-"""The operations of a gate, `c0 + c1 a + c2 b + c3 ab`, in the forward and the backward together.
+"""The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward together.
 
 The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
-gradients of the coefficients. Each multiply-add or product counts as two operations.
+gradients of the coefficients c0 to c3. Each multiply-add or product counts as two operations.
 """
 FORWARD_OPERATIONS = 6
-"""The operations of a gate in the forward."""
+"""The operations of a gate in its forward: three multiply-adds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,18 +28,21 @@ class Workload:
     """An op or a training step to time.
 
     Attributes:
-      op, place: the name of an op and of its case in the catalogue, or the name and the size of a training step.
+      op, place: the name of an op and of its size in the catalogue, or the name and the size of a training step.
       title: the name in reports.
-      batches: the default batch sizes on a GPU, and on other platforms.
-      function: (implementation, dtype) -> the function to time. The implementation may also be a baseline.
-      draw: (seed, batch, dtype) -> arguments.
-      chain: (function, calls, implementation) -> a program that takes sets of arguments and makes `calls` calls. Its
-        training steps update the parameters by `jaxbp.optimizers` in this implementation, where "autodiff" is Optax.
-      steps: the number of calls in a program of training steps, which has one set of arguments; otherwise None.
-      arithmetic: batch -> the multiplications and additions per call that every implementation needs outside of
-        products and convolutions, or 0 if they are not counted.
-      error_batch: the largest batch at which results are compared with float64, on the CPU.
-      baselines: name of a row, which begins with "autodiff" -> another way to compute the op in plain JAX.
+      options: the keyword arguments of an op, or the arguments that make the network of a training step.
+      batches: a pair of the default batch sizes on a GPU and the default batch sizes on other platforms.
+      function: (implementation, dtype) -> the function to time. The implementation may also be a baseline function.
+      draw: (seed, batch, dtype) -> the arguments of the function to time.
+      chain: (function, calls, implementation) -> a program that calls the function `calls` times. The argument of the
+        program is a tuple of sets of arguments. In training steps, `implementation` is the optimizer's implementation
+        in `jaxbp.optimizers`; "autodiff" stands for Optax.
+      steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op,
+        whose program takes one set of arguments per call.
+      arithmetic: batch -> the multiplications and additions of a call outside of matrix products and convolutions, if
+        every implementation needs them; 0 if they are not counted.
+      error_batch: the largest batch size at which results are compared with float64 on the CPU.
+      baselines: the name of a row, which starts with "autodiff" -> a function that computes the workload in plain JAX.
     """
 
     op: str
@@ -61,12 +64,12 @@ class Workload:
 
 
 def implementation(name: str) -> str | None:
-    """Return the value of `implementation=` for a name on the command line."""
+    """Return the value of the argument `implementation=` for an implementation's name on the command line."""
     return None if name == "None" else name
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size: a backward, or a forward with its gradient."""
+    """Return the workload of an op at one size of the catalogue: a backward alone, or a forward with its gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -102,9 +105,9 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Return the operations in the gates of an automaton, or 0 for other ops.
+    """Return the operations of a call in the gates of an automaton, or 0 for other ops.
 
-    A separate backward recomputes all gates except those in the last layer of the last tick.
+    A backward recomputes the forward's gates, except the gates in the last layer of the last tick.
     """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
@@ -115,7 +118,10 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return `(arrays, cotangents) -> (floating results, other results, gradients of the floating arrays)`."""
+    """Return a function `(arrays, cotangents) -> (floating results, other results, gradients)` of an op.
+
+    The cotangents belong to the floating results, and the gradients to the floating arrays.
+    """
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -133,9 +139,9 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """Return a program of calls with different arguments, which neither overlap nor merge on a GPU.
+    """Return a program that calls the function with one set of arguments after the other.
 
-    XLA's CPU compiler drops the barriers between them.
+    On a GPU, barriers keep the calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
     """
     function = jax.jit(function)  # traced and lowered once
 

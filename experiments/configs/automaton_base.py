@@ -1,7 +1,9 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed and the number of the update (optimizer step) that draws it. The seed determines the start state
-and all other random choices.
+In training, each gate is a relaxed gate: a mixture of all logic functions. The evaluation uses the hardened automaton,
+in which each gate is the logic function with the largest weight. An example is a pair of a seed and the number of the
+optimizer step (update) that draws it. The seed determines the start state. The first seed of a batch also determines
+which cells fire and which gates are hard.
 """
 
 import dataclasses
@@ -51,13 +53,13 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""Training with a growing share of hard gates."""
+"""Training in which a growing share of the gates is hard."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""Training that rounds a tenth of the values of a state before each tick."""
+"""Training that rounds a tenth of the values of the state to 0 or 1 before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts at training on a small grid, each with new initial functions of the gates."""
+"""Many short attempts at training on a small grid, each with new initial gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Training with weight decay, which keeps gates uncertain enough to continue learning."""
+"""Training with weight decay, which keeps the gates from becoming almost hard, so that they continue to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,43 +67,47 @@ class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
     The loss is the squared error of the visible channels of the last state, summed over cells and averaged over the
-    batch. The accuracy is the share of examples in which every visible cell of the hard automaton is correct.
+    batch. The accuracy is the share of examples for which the hardened automaton's visible channels are correct in
+    every cell.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
-    """False, because the examples of a batch share the key that draws hard gates and firing cells."""
+    """False, because one random key per batch draws the hard gates and the firing cells."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The number of visible channels, the first ones. Only they enter the loss."""
+    """The first `visible` channels are visible. Only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether grids of other sizes have a target."""
+    """Whether a target is defined for grids of every size, not only for `grid`."""
     steps: ClassVar[int]
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """The number of perception kernels, and the gates of each layer of a kernel."""
+    """The number of perception kernels, and the number of gates in each layer of a kernel."""
     update: ClassVar[Sequence[int]]
+    """The number of gates in each layer of the update."""
     published: ClassVar[tuple[Recipe, int]]
+    """The published recipe and the published number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
-    """The defaults of the recipe "hardening"."""
+    """The default settings of the recipe "hardening"."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """The updates and epochs in the recipe "hardening"; None for the published numbers."""
+    """The updates and epochs of the recipe "hardening". None: the published numbers."""
     stands: ClassVar[bool] = False
+    """Whether the state must still be correct after `steps` further ticks."""
     test_examples: ClassVar[int] = 32
     trials: ClassVar[int] = 256
-    """The number of unseen start states in the final test; 1 if all starts are equal."""
+    """The number of unseen start states in the final test. It is 1 if all start states are equal."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
 
     recipe: Literal["hardening", "published"] = "hardening"
-    """Values of the settings that are None: chosen for hardening, or as published."""
+    """Defaults of the settings that are None: chosen so that the hardened automaton is correct, or as published."""
     updates: Annotated[int | None, Range(1)] = None
-    """Steps of the optimizer, rounded up to a multiple of the epochs."""
+    """Number of optimizer steps, rounded up to a multiple of `epochs`."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Number of parts of training, each followed by an evaluation and a checkpoint."""
+    """Number of epochs. Each is an equal share of the updates, followed by an evaluation and a checkpoint."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -109,27 +115,27 @@ class AutomatonConfig(TrainingConfig):
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW."""
     pass_through: Annotated[float | None, Range()] = None
-    """Initial logit of passing on an input: `residual_logit` of jaxbp.initial_logits."""
+    """Initial logit of the function that passes on one input: `residual_logit` of jaxbp.initial_logits."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of hard gates at the last update. They have the gradients of relaxed gates."""
+    """Share of the gates that are hard at the last update. Their gradients are those of the relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of a state's values that are rounded before each tick, straight through."""
+    """Share of a state's values that each tick first rounds to 0 or 1. Gradients ignore the rounding."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight of the gates' uncertainty in the loss, at the last update."""
+    """Weight of a penalty in the loss on gates that are not almost hard. The weight grows until the last update."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of updates before `hard_share` and `certainty` start to grow linearly from 0."""
+    """Share of the updates during which `hard_share` and `certainty` act as 0. Then both grow linearly."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Initial input that gates pass on: see automaton_first_gates.py for the choices."""
+    """Input, a or b, that each gate initially passes on. automaton_first_gates.py describes the choices."""
     shrink: Annotated[int | None, Range(1)] = None
-    """Factor by which the grid of training is smaller, and its ticks fewer."""
+    """Divisor of the grid's height and width and of the number of ticks, in training only."""
     restart_after: Annotated[int | None, Range()] = None
-    """Updates after which training restarts, at the end of an epoch; 0: never."""
+    """Updates after which training restarts with new parameters, at the end of an epoch. 0: never."""
     noise: Annotated[float, Range()] = 0.0
-    """Scale of the Gumbel noise that every update adds to the parameters."""
+    """Scale of the Gumbel noise that is added to the parameters for each loss and not kept."""
     parametrization: Parametrization = "softmax"
-    """Parameters of a gate: see jaxbp.gate_layer."""
+    """Parametrization of the gates: see jaxbp.gate_layer."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with this share of correct examples. None: 1, or never if published."""
+    """Stop after the first epoch with this test accuracy. None: 1, or in the recipe "published", train all epochs."""
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
 
@@ -216,7 +222,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field` at an update. It grows linearly from 0 after `hard_from`."""
+        """Return the value of the setting `field` at an update. It is 0 until `hard_from`, and then grows linearly."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

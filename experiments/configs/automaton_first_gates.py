@@ -1,8 +1,9 @@
-"""The input, a or b, that each gate of an automaton first passes on.
+"""The input, a or b, that each gate of an automaton passes on at the start of training.
 
-If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. `drawn`
-chooses the inputs at random. `returning` draws until the value of the first channel returns to it after two ticks.
-`separating` takes the draw with the fewest `confused` cells.
+If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. With the
+setting `first_gates="drawn"`, each gate's input is drawn at random. `"returning"` repeats the draw until a value that
+leaves the first channel is back in the first channel after two ticks. `"separating"` draws repeatedly and takes the
+draw with the fewest `confused` cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,9 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b: one array per layer of perception and of update."""
+"""Whether each gate passes on its input b: one boolean array per layer of the perception, and one per update layer."""
 MOST_DRAWS = 20_000
-"""The limit of draws in `returning`. The checkerboard needs about 400."""
+"""The largest number of draws in `returning`. The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
 
 
@@ -37,9 +38,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells of the last state are wrong if cells apply the best function to their neighborhoods.
+    """Return how many cells are wrong in the last state for the best function in the last tick.
 
-    If cells with equal neighborhoods have different targets, no function is right for all of them.
+    The first `steps - 1` ticks move values as drawn. In the last tick, each cell applies the same function to its
+    neighborhood. If cells with equal neighborhoods have different targets, no function is right for all of them.
 
     Args:
       start: the start state, (height, width, channels).
@@ -56,7 +58,7 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    order = [0, 2, 1, 3]  # the new order of the rows of a truth table, and of the terms 1, a, b, ab
+    order = [0, 2, 1, 3]  # swaps a and b, both in the rows 00, 01, 10, 11 of a truth table and in the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
     return logits[..., np.array(order)]
@@ -65,9 +67,9 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the channel and the cell of the neighborhood from which it takes its value in a tick.
+    """Return, for each channel, the source of its value in a tick: a channel, and a cell of the neighborhood.
 
-    The nine cells are numbered in row-major order.
+    The nine cells of the neighborhood are numbered in row-major order.
     """
 
     def passed_on(part, chosen):
@@ -91,7 +93,10 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a value of the first channel returns to it, two cells away along a diagonal, after two ticks."""
+    """Return whether the first channel gets its value from the first channel two ticks before, over another channel.
+
+    Both ticks must move the value by one cell in the same diagonal direction.
+    """
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 

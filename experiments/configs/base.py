@@ -19,10 +19,10 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""`loss(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals the target."""
+"""A function `(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`augment(key, inputs, step) -> inputs` changes a batch at random. `step` counts the steps of the run."""
+"""A function `(key, inputs, step) -> inputs` that changes a batch at random. `step` is the step's number in the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed finite values of a numeric setting, from `least` to `most`. With `above`, `least` is excluded."""
+    """The allowed finite values of a numeric setting: from `least` to `most`, without `least` if `above` is True."""
 
     least: float = 0
     most: float = math.inf
@@ -51,7 +51,7 @@ class Range(NamedTuple):
 
 
 FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
-"""Fields that do not affect results, except for rounding."""
+"""Settings that change results by rounding at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,33 +60,34 @@ class TrainingConfig:
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
-    """The largest absolute value of an element of the gradients, or None."""
+    """Elements of the gradients are clipped to this absolute value. None: no clipping."""
     independent: ClassVar[bool] = True
-    """Whether the loss of an example does not depend on the rest of its batch."""
+    """Whether the loss of an example is independent of the other examples in its batch."""
     examples: ClassVar[str] = "images"
     """The plural noun for examples in printed lines."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
+    """The names of the training curve and the test curve."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed for the initial parameters, the order of the examples, and their augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
-    """Examples per step. The last, incomplete batch is dropped. None: the default for the dataset."""
+    """Examples per step. An incomplete last batch is dropped. None: the dataset's default."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Passes over the training set, which the learning rate schedule spans. None: the dataset's default."""
+    """Number of passes over the training set. The learning rate's schedule spans them. None: the dataset's default."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW, which each step multiplies by the learning rate."""
+    """Weight decay of AdamW. The decay of a step is this value times the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtypes of the run. With mixed precision, the model computes in half precision; parameters stay float32."""
+    """Dtypes: with mixed precision, the model computes in bfloat16 or float16, and parameters stay in float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with this test accuracy, from 0 to 1. None: train all epochs."""
+    """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
-    """Number of devices that divide each batch. None: the largest available number that divides batch_size."""
+    """Number of devices among which each batch is divided. None: as many as possible; batch_size must be a multiple."""
     run_dir: Path | None = None
-    """Directory of the run. None: a new folder under runs/, named after the experiment and the time."""
+    """Directory of the run's files. None: a new folder under runs/, named after the experiment and the time."""
     resume: bool = False
-    """Continue the run in run_dir from its last checkpoint, with its settings. Only epochs may be increased."""
+    """Continue the run in run_dir from its last checkpoint, with the same settings. Only epochs may increase."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -102,7 +103,8 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number of an epoch's attempt, from 0. Each attempt has new parameters."""
+        """Return the number of the attempt, counted from 0, to which an epoch belongs. An attempt is a new start of
+        training within a run, with new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -118,7 +120,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for `steps` steps, or None for Adam with this config's settings."""
+        """Return the optimizer for a run of `steps` steps. None stands for Adam with the settings of this config."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
@@ -160,7 +162,10 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Invert `to_dict`. Fields that `saved` lacks, because an older version wrote it, get their defaults."""
+    """Return the config from which `to_dict` made `saved`.
+
+    An older version may have saved fewer fields. The missing fields get their defaults.
+    """
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
@@ -177,7 +182,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that affect results and differ, as a dict from field to (saved, new) value."""
+    """Return the settings that affect results and differ, as a dict from a field to its values (saved, new)."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -187,10 +192,10 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return `saved` with the epochs and `FIELDS_WITHOUT_EFFECT` of `config`.
+    """Return the config of a resumed run: `saved`, with `FIELDS_WITHOUT_EFFECT` and any higher `epochs` of `config`.
 
     Raises:
-      UserError: (a ValueError) if another field differs.
+      UserError: (a ValueError) if another field of the two configs differs.
     """
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)

@@ -28,9 +28,9 @@ class ImageConfig(TrainingConfig):
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
 
     dataset: DatasetName = "digits"
-    """Dataset: digits comes with scikit-learn, (fashion_)mnist is downloaded, cifar10 must be in data_dir."""
+    """Dataset. digits comes with scikit-learn, mnist and fashion_mnist are downloaded, cifar10 must be in data_dir."""
     data_dir: Path | None = None
-    """Folder of the dataset's files. None: a cache folder. digits needs none."""
+    """Folder of the dataset's files, except for digits, which needs no files. None: a cache folder."""
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
@@ -67,6 +67,6 @@ def classification_loss(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
-    """Return the softmax cross entropies, computed in float32, and the most likely classes."""
+    """Return each example's softmax cross-entropy, computed in float32, and its most likely class."""
     logits = model(images).astype(jnp.float32)
     return jaxbp.softmax_cross_entropy(logits, labels, implementation=implementation), jnp.argmax(logits, axis=-1)

@@ -18,7 +18,7 @@ class LeNetConfig(ImageConfig):
     name: ClassVar[str] = "lenet"
 
     fused: bool = True
-    """Whether convolution, ReLU, and max-pooling are one op."""
+    """Compute convolution, ReLU, and max-pooling as one op, instead of as three ops."""
 
     def build(self, key: PRNGKeyArray) -> tuple[nnx.Module, Loss]:
         model = LeNet(

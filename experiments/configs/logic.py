@@ -1,4 +1,4 @@
-"""The experiment `logic`, and its common base class with `logic-conv`."""
+"""The experiment `logic`, and the base class of the experiments `logic` and `logic-conv`."""
 
 import dataclasses
 import functools
@@ -27,12 +27,16 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """Settings of a network of gates on bits of images, relaxed in training and hard in the evaluation."""
+    """Settings of a network of logic gates on images of bits.
+
+    Training uses relaxed gates, which mix all logic functions. The evaluation uses hard gates: in each gate, only the
+    function with the largest weight.
+    """
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, a function of bits with the keyword argument `hard`."""
+        """Return the model, which takes bits and the keyword argument `hard`: whether its gates are hard."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:
@@ -55,7 +59,8 @@ class GateConfig(ImageConfig):
 class LogicConfig(GateConfig):
     """A network of differentiable logic gates on bits of thresholded images.
 
-    The test accuracy is the hardened network's. The published networks for MNIST have 6 layers of 8000 or 64000 gates.
+    The test accuracy is measured with hard gates. The published networks for MNIST have 6 layers of 8000 or 64000
+    gates.
     """
 
     name: ClassVar[str] = "logic"
@@ -66,13 +71,13 @@ class LogicConfig(GateConfig):
     gates: Annotated[int | None, Range(1)] = None
     """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature, which divides the sum of the outputs of each class. None: sqrt(gates / 80)."""
+    """Temperature: the score of a class is the sum of its gates' outputs divided by tau. None: sqrt(gates / 80)."""
     levels: Annotated[int, Range(1)] = 3
-    """Number of bits per pixel: whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """Pairs of inputs: with unique, no two gates have the same pair; with random, they may."""
+    """Wiring: with unique, no two gates of a layer have the same pair of inputs; with random, two gates may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each gate passes on its first input; with normal, each is a random mixture."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

@@ -1,18 +1,18 @@
 """The experiment `logic-conv`.
 
-Let k be the number of kernels in the first convolution. Each kernel is a tree of 7 gates. The network for MNIST and
-Fashion-MNIST has:
+Each kernel of a convolution is a tree of 7 logic gates, and an or-pool takes the maximum over 2 x 2 positions. Let k be
+the number of kernels in the first convolution. The network for MNIST and Fashion-MNIST has:
 
     k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
     3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-With the gates of a kernel counted at every position, the network has 8939 k gates, and 657 k in the or-pools. For size
-s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132), 1,179,948 and
-86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and third
-convolutions and has a third pool, which would give 11,564 k and 999 k gates. The network for CIFAR-10 has convolutions
-with k, 4 k, 16 k and 32 k kernels of 3 x 3, padding, and or-pools.
+If a kernel's gates are counted once per position, the network has 8939 k gates, and 657 k more gates in the or-pools.
+For size s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132),
+1,179,948 and 86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and
+third convolutions and has a third pool, which would give 11,564 k gates, and 999 k more in the or-pools. The network
+for CIFAR-10 has convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
@@ -48,7 +48,7 @@ class Size(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A network whose widths are multiples of k, the number of kernels in its first convolution."""
+    """A network. Its numbers of kernels and its widths are multiples of k, the kernels of the first convolution."""
 
     convolutions: Sequence[LogicConvolution]
     widths: Sequence[int]
@@ -106,20 +106,20 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 class LogicConvConfig(GateConfig):
     """A convolutional network of differentiable logic gates on bits of thresholded images.
 
-    The test accuracy is measured on the hardened network.
+    The test accuracy is measured with hard gates: each gate is only its most probable function.
     """
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
 
     size: SizeName = "s"
-    """Size of the network, which sets its settings that are None."""
+    """Size of the network. It determines the defaults of the settings that are None."""
     kernels: Annotated[int | None, Range(1)] = None
-    """Number k of kernels in the first convolution."""
+    """Number of kernels in the first convolution. The other layers grow in proportion."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature, which divides the sum of the outputs of each class."""
+    """Temperature: the score of a class is the sum of its gates' outputs divided by tau."""
     levels: Annotated[int | None, Range(1)] = None
-    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per value of the image. They say whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW, as in Optax's adamw."""
     shift: Annotated[int | None, Range()] = None
@@ -127,9 +127,9 @@ class LogicConvConfig(GateConfig):
     distortion: Annotated[float | None, Range()] = None
     """Standard deviation, in pixels, of smooth random distortions of the training images."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each passes on its first input; with normal, it is a random mixture."""
+    """Initial gates: with residual, each gate passes on its first input; with normal, each is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """Initial weight of passing on the first input: see jaxbp.initial_logits."""
+    """Initial logit of the function that passes on the first input: see jaxbp.initial_logits."""
     parametrization: Parametrization | None = None
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

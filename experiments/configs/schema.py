@@ -1,4 +1,4 @@
-"""Compare values, such as from a JSON file, with type annotations."""
+"""Check whether values, for example from a JSON file, have annotated types."""
 
 import reprlib
 import types
@@ -9,7 +9,7 @@ Built = TypeVar("Built")
 
 
 def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
-    """Return `kind(**fields)`, or raise TypeError if a field is missing, unknown, or of another type."""
+    """Return `kind(**fields)`. Raise TypeError if a field is missing, unknown, or not of its annotated type."""
     for name, annotation in get_type_hints(kind).items():
         if name in fields and not matches(fields[name], annotation):
             raise TypeError(f"{name} is {reprlib.repr(fields[name])}; wants {described(annotation)}")
@@ -17,9 +17,9 @@ def build(kind: Callable[..., Built], fields: Mapping[str, Any]) -> Built:
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether a value has a type: a class, `Any`, a `Literal`, a union, a list, or a dict.
+    """Return whether a value has the annotated type: a class, `Any`, a `Literal`, a union, a list, or a dict.
 
-    An integer is a `float` too. A boolean is neither an `int` nor a `float`.
+    An integer also counts as a `float`. A boolean counts neither as an `int` nor as a `float`.
     """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

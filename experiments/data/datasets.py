@@ -25,7 +25,7 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width of each dataset's images."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest number of items in a file, which fits in memory."""
+"""The largest accepted number of items (images or labels) in a file, so that a file fits in memory."""
 
 # Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
@@ -83,10 +83,11 @@ def load(
     """Load a dataset.
 
     Args:
-      data_dir: the folder of the IDX files, plain or gzipped, into which missing files are downloaded; or of CIFAR-10's
-        binary files, which are never downloaded. None: `jaxbp/<name>` in the user's cache folder.
-      mirrors: base addresses to download from, tried in this order. None: the official addresses.
-      md5: the checksums of files that may be downloaded, by name. None: the official checksums.
+      data_dir: the folder of the dataset's files. None: `jaxbp/<name>` in the user's cache folder. MNIST and
+        Fashion-MNIST have IDX files, plain or gzipped; missing files are downloaded into the folder. CIFAR-10 has
+        binary files, which are never downloaded. The digits need no files.
+      mirrors: base addresses to download from, tried in this order. None: known mirrors.
+      md5: a dict from the names of files that may be downloaded to their MD5 checksums. None: the official checksums.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.

@@ -1,27 +1,30 @@
-"""Run ops with random shapes, dtypes, options, data, and transformations, and compare the results with float64.
+"""Run ops with random shapes, dtypes, options, data, and JAX transformations, and compare the results with float64.
 
     python -m experiments.fuzz --seconds 60                      # different cases in each run
     python -m experiments.fuzz --seed 0 --cases 10000 --json fuzz.json
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
-    python -m experiments.fuzz --seed 0 --only 1234              # one case again
+    python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-A case is an op of the catalogue with a random shape, options, implementation, dtype, data (`program.DATA`), and JAX
-transformation, such as vmap. The seed and the number of a case determine it. `jaxbp/verify/judge.py` describes the
-comparison with autodiff in float64.
+A program is an op of the catalogue with random shapes, options, implementation, dtype, and JAX transformation, such as
+vmap. A case is a program with one kind of data (`program.DATA`). The seed and the number of a case determine the case.
+`jaxbp/verify/judge.py` describes the comparison with autodiff in float64.
 
-Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, the case counts
-as a crash. If it crashes with autodiff as well, the fault is in JAX. A failing case is reduced while it still fails,
-and printed as Python code. The exit code is 1 after a failure, or after a crash that autodiff does not share. In
-addition to `experiments/output/results.py`, the JSON file contains:
+Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, its case counts
+as a crash. A crashed case runs again with autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is
+reduced as long as it still fails, and printed as Python code. The exit code is 1 after a failure, or after a crash of a
+case that does not crash with autodiff. The JSON file has the fields of every result file
+(`experiments/output/results.py`), and:
 
-    seed, cases            numbers 0 to cases - 1 were drawn
+    seed, cases            the cases with the numbers 0 to cases - 1 of this seed were run
     seconds                the time that these cases took
-    refused                cases that a kernel does not support (NotImplementedError)
-    lost                   cases that did not run, because the process died in another case of the same program
-    counts                 the number of cases for each value of op, implementation, transformation, dtype, and data
-    failures               one object per failure: number, op, what is wrong, and the code that reproduces it
-    crashes                one object per crash: number, op, how the process ended and its output, how it ended with
-                           autodiff (null if it did not crash), and the code that reproduces it
+    refused                the number of cases that a kernel does not support (NotImplementedError)
+    lost                   the number of cases that did not run, because the process died in an earlier case of their
+                           program
+    counts                 the number of cases for each op, implementation, transformation, dtype, and kind of data
+    failures               one object per failure: the number and op of the case, what is wrong, and the code that
+                           reproduces the failure
+    crashes                one object per crash: the number and op of the case, how the process ended, its output, how a
+                           process with autodiff ended (null without a crash), and the code that reproduces the crash
 """
 
 import collections
@@ -51,23 +54,23 @@ class FuzzConfig:
     """Run ops with random shapes, dtypes, options, and data, and compare the results with float64."""
 
     seconds: float | None = None
-    """Stop after this number of seconds. Without `--cases`, the default is one minute."""
+    """Stop after this number of seconds. Without --cases and --only, the default is one minute."""
     cases: int | None = None
     """Stop after this number of cases."""
     seed: int | None = None
-    """Seed of the cases. By default random, and printed."""
+    """Seed of the cases. By default, a random seed, which is printed."""
     ops: tuple[str, ...] = ()
-    """Names of the ops to run. By default all ops."""
+    """Names of the ops to run. By default, all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
     """Number of child processes. With 0, cases run in this process, and a crash ends it."""
     case_seconds: float = 120.0
-    """Kill a process that takes more seconds for one case."""
+    """Kill a child process that takes more than this number of seconds for one case."""
     json: Path | None = None
     """JSON file for the counts, failures, and crashes."""
     resume: bool = False
-    """Continue after the last case of the JSON file."""
+    """Continue after the last case in the JSON file, and add the new results to the file."""
 
 
 @dataclasses.dataclass

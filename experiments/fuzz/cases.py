@@ -24,11 +24,14 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The limit of draws of shapes and options until the plain formula accepts them."""
+"""The largest number of draws of shapes and options, until autodiff accepts them."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options that the op accepts; if all draws fail, the small case."""
+    """Return a case of the op with random shapes and options that the op accepts.
+
+    If the op accepts none of `MOST_DRAWS` draws, return the catalogue's small case.
+    """
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -61,7 +64,10 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the catalogue's small case with random sizes, and in some cases one leading axis more or less."""
+    """Return the catalogue's small case with random sizes.
+
+    Sometimes the leading axis that arguments share is left out, or an additional leading axis is added to them.
+    """
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"
@@ -76,7 +82,7 @@ def _renamed(random: np.random.Generator, entry: Entry) -> Case:
             except ValueError:
                 argument = WiresArgument(5, 6)
                 sizes |= {5: 5, 6: 6}
-        elif argument.dtype != jnp.uint32:  # a key
+        elif argument.dtype != jnp.uint32:  # a random key is uint32, and keeps its shape
             shape = tuple(
                 PARAMETERS[options["parametrization"]] if layer and n == 16 else new(n) for n in argument.shape
             )
@@ -181,7 +187,7 @@ def _sequences(random, entry):
     batch, channels, _, width = _images(random)
     groups, out, filters = int(random.choice([1, 1, channels])), int(random.integers(1, 4)), int(random.integers(1, 5))
     options = dict(padding=[1, "SAME", "CAUSAL", ((2, 1),)][random.integers(4)])
-    if random.random() < 0.5:  # depthwise, which has a kernel
+    if random.random() < 0.5:  # a depthwise convolution, which has a GPU kernel
         groups, out = channels, 1
     else:
         options["stride"] = int(random.integers(1, 4))

@@ -1,4 +1,4 @@
-"""Draw random programs and their data. A program is an op with shapes, options, and a transformation."""
+"""Draw random programs and their data. A program is an op with shapes, options, a dtype, and a JAX transformation."""
 
 import dataclasses
 import functools
@@ -25,17 +25,17 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""Kinds of data. Each program runs on all kinds, because compilation takes most of the time.
+"""Kinds of data. Each program runs on data of every kind, because compiling a program takes longer than running it.
 
-"with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
-cotangents to 0, and uses special values.
+The kind "with ruled-out entries" puts -inf into the first argument, and zeros into weights. The kind "under a mask"
+sets half of the cotangents to 0, and uses the special values of "with special values".
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with its implementation, dtype, transformation, shapes, and options."""
+    """An op with its implementation, dtype, and transformation, and with shapes and options (`case`)."""
 
     entry: Entry
     case: Case
@@ -45,15 +45,15 @@ class Program:
     exact: bool = True
     """Whether products of float32 are in full precision, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not classes. The cotangents of their examples are 0."""
+    """Whether some labels are not valid classes. The cotangents are 0 for examples with invalid labels."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the reference defines the same derivative as the op at kinks."""
+        """Whether the float64 reference and the op define the same derivative at kinks."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments. Floats are of the `DATA` kind; integers are part of the program."""
+        """Draw the arguments: floats of a kind of `DATA`, and integers that are the same in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -69,13 +69,13 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return a cotangent with zeros at invalid labels and, "under a mask", at random elements."""
+        """Return the cotangent with zeros at invalid labels, and for the kind "under a mask" at random elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that is true where a label is a class: for two of three along the last axis."""
+        """Return a mask that is true where a label is a valid class. Every third label of the last axis is invalid."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -106,9 +106,9 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # A norm is NaN if the sum of squares of its row overflows, which it does not in the float64 reference.
+            # If the sum of a row's squares overflows, a norm is NaN. In the float64 reference, it does not overflow.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # If the op is in float64 like its reference, the two may underflow in different terms.
+            # In float64, the op and its reference may underflow in different terms, so no value may underflow.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -116,17 +116,17 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program takes only first derivatives of a forward.
+        """Whether the program computes only first derivatives of a forward.
 
-        At infinities, second derivatives depend on how a formula is written, even in autodiff.
+        At infinities, second derivatives depend on how a formula is written, even with autodiff.
         """
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
-        """Whether the first argument may have NaN, infinities, and values whose square overflows.
+        """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        Convolutions get none of these, because they may be computed as products with zeros.
+        Convolutions get no such values. They may be computed as products in which zeros meet these values.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

@@ -1,4 +1,8 @@
-"""References for ops whose gradient goes to the first of equal values, or to the first NaN."""
+"""Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN.
+
+The gradients of jaxbp's ops are defined in this way. JAX's autodiff of `jnp.max` divides the gradient among the equal
+values instead.
+"""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -14,7 +14,8 @@ from jaxbp.verify.arguments import Arguments
 
 
 def lines_of(program: Program, arguments: Arguments, cotangents: Sequence[np.ndarray]) -> str:
-    """Return code that prints autodiff's results in float64 and in the dtype, and the implementation's results."""
+    """Return Python code that prints autodiff's results in float64 and in the program's dtype, and then the results of
+    the program's implementation."""
     leaves, names, floats = iter(arguments.leaves), [], []
     lines = [
         "from math import inf, nan",

@@ -1,4 +1,4 @@
-"""JAX transformations of functions of arrays."""
+"""JAX transformations that the fuzzer applies to an op, a function from arrays to a list of arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return the function under `vmap` over the values and their halves."""
+    """Return `function` under `vmap`, over a batch of two: the arguments, and the arguments divided by 2."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Return the function under `vmap` over only the first argument."""
+    """Return a function as in `vmapped`, which maps over the first argument only."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function that sums `function` over a scan of the values and their halves."""
+    """Return a function of the arguments x, which computes `function(x) + function(x / 2)` in a scan."""
 
     def total(*values):
         def tick(totals, values):
@@ -40,10 +40,10 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""Transformations that compute `jaxbp.verify.derivatives.derivative`."""
+"""Transformations for which the fuzzer computes second derivatives, by `jaxbp.verify.derivatives.derivative`."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,
-    "donated": plain,  # the arguments are donated when the program is compiled
+    "donated": plain,  # `Trial` compiles the program with donated arguments
     **dict.fromkeys(SECOND_ORDER, plain),
 }

@@ -1,4 +1,4 @@
-"""Judge the results of an implementation with `jaxbp.verify`."""
+"""Run a program of the fuzzer, and judge its results with `jaxbp.verify`."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
 """The tolerance for float32, strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""TF32 has as many digits as float16."""
+"""The tolerance for float32 if products may use TF32, which has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow if its exact value exceeds the largest number of the dtype divided by this factor, because the
-terms of a sum may be larger than the sum."""
+"""A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number, because the terms of a
+sum may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""Options that keep every rounding, and switch LLVM's optimizations off to compile faster."""
+"""XLA's options to keep every rounding, and to switch off LLVM's optimizations, so that programs compile faster."""
 
 
 class Trial:
-    """A program, compiled once for several draws of its data."""
+    """A program of the fuzzer, compiled once for several draws of its data."""
 
     def __init__(self, program: Program, arguments: Arguments):
         self.program = program
@@ -49,7 +49,10 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Describe the first wrong result, or return None. Raise NotImplementedError for an unsupported program."""
+        """Return a description of the first wrong result, or None if all results are correct.
+
+        Raise NotImplementedError if the implementation does not support the program.
+        """
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
@@ -69,10 +72,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the exact values, except where any value of `ours` is correct: there, return this value.
+    """Return the wanted values: `exact`, or the element of `ours` where another value is also accepted.
 
-    Any value is correct where autodiff in float64 is NaN, because a better formula may give a number. Infinity or NaN
-    is correct if the exact value may overflow (`HEADROOM`).
+    `exact` has autodiff's results in float64. Where it is NaN, every value is accepted, because a better formula may
+    give a number. Where the result may overflow (`HEADROOM`), infinity and NaN are accepted.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

@@ -17,7 +17,7 @@ from jaxbp.verify.arguments import Arguments
 MOST_TRIALS = 15
 CLEARED_EVERY = 200
 REFUSED = "refused"
-"""The outcome of a program that a kernel does not support."""
+"""The message of the outcome of a case that a kernel does not support."""
 _tasks = itertools.count(1)
 
 
@@ -29,7 +29,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"drawn" for the drawn program's implementation, or "autodiff" to replace it."""
+    """"drawn" to keep the implementation that was drawn for the program, or "autodiff" to replace it."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -40,7 +40,13 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of one draw: what is wrong (or `REFUSED` or None), and code that reproduces a failure."""
+    """The outcome of one case.
+
+    Attributes:
+      draw: the index of the case's kind of data in `DATA`.
+      message: what is wrong, `REFUSED`, or None if nothing is wrong.
+      lines: code that reproduces a failure.
+    """
 
     draw: int
     message: str | None
@@ -48,7 +54,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw, and after a failure the outcome of the reduced case, with its code."""
+    """Yield one outcome per draw of the task. After a failure, also yield an outcome with code of a reduced case."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -1,6 +1,7 @@
-"""Measure, print, and write the accuracy for `experiments.check --accuracy`.
+"""Measure, print, and save the accuracy of ops for `experiments.check --accuracy`.
 
-Each row gives the worst location of one op, dtype, and implementation: an offset and a scale of an argument.
+Each row is for one op, dtype, and implementation. It gives the location of the data with the worst error: an offset and
+a scale of an argument or of all arguments.
 """
 
 import dataclasses
@@ -20,9 +21,9 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws where convolutions or the simulator of kernels are slow."""
+"""Fewer locations and draws, for convolutions and kernels without a GPU, which are slow."""
 MORE = 8
-"""The factor of the number of draws when a location is measured again."""
+"""The factor by which the number of draws grows when a location is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -34,7 +35,10 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Measure, print, and save one op after another. Return whether all rows are within the allowed error."""
+    """Measure one op after another, and print and save its rows. Return whether every error is allowed.
+
+    Rows in the file `path` whose errors are allowed are kept and not measured again.
+    """
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}
     without_gpu = jax.default_backend() != "gpu"
@@ -68,7 +72,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure all locations. Measure a location above the allowed error again, with more draws."""
+    """Measure the errors at all locations. If an error is too large, replace it by an error from more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):
@@ -83,7 +87,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
-    return finite(row, lambda infinite: 1e300)  # no relative error is that large
+    return finite(row, lambda infinite: 1e300)  # stands for infinity: no finite relative error is that large
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

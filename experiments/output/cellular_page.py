@@ -1,6 +1,6 @@
-"""Write a page that runs a hardened cellular automaton in the browser, as one HTML file that works offline.
+"""Write one HTML file, which runs a hardened cellular automaton in the browser, also offline.
 
-The netlist of the automaton becomes JavaScript that computes on words of 32 cells.
+The automaton's netlist is translated to JavaScript. Each bitwise operation computes a gate for the 32 cells of a word.
 """
 
 import json
@@ -31,10 +31,11 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page. It shows `target` next to the grid, and counts the cells that agree with it.
+    """Write the page. If there is a target, the page shows it next to the grid, and counts the cells that equal it.
 
-    `fire_rate` is the probability that a cell updates in a tick. The first `visible` channels are shown, by default the
-    target's channels, or 1.
+    Args:
+      fire_rate: the probability that a cell updates in a tick.
+      visible: the first `visible` channels are shown. None: as many channels as the target has, or 1 without a target.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -73,7 +74,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state channel by channel, with eight hexadecimal digits per 32 cells of a row."""
+    """Encode a state as text: channel by channel, row by row, with eight hexadecimal digits per 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

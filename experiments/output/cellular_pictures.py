@@ -1,4 +1,4 @@
-"""Draw pictures of a hardened cellular automaton."""
+"""Draw pictures of a hardened cellular automaton, in which every gate is a fixed logic function."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Maps a number of channels to colors. A color's index has one bit per channel, the first as bit 0."""
+"""Dict from a number of channels to the colors of a cell. Bit i of a color's index is the value of channel i."""
 FRAMES = 8
 GIF_PIXELS = 384
-"""Largest side of a GIF in pixels, unless the grid has more cells."""
+"""The longer side of a GIF in pixels is at most this, or one pixel per cell for larger grids."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -46,10 +46,11 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write pictures of three runs of `ticks` ticks, and return the files. The runs start from `initial_state`, from
-    `large_state`, and from the last state of the first run with a square destroyed.
+    """Write pictures of three runs of `ticks` ticks, and return the paths of the files.
 
-    The first `visible` channels are shown. `fire_rate` and `seed` are arguments of `CellularCircuit.run`.
+    The first run starts from `initial_state`, and the second from `large_state`. The third run starts from the last
+    state of the first run, in which a square is destroyed. The pictures show the first `visible` channels. `fire_rate`
+    and `seed` are arguments of `CellularCircuit.run`.
     """
 
     def run(state, number):
@@ -70,7 +71,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a central square, by default half as wide as the grid's shorter side."""
+    """Return the state with zeros in a central square. By default, its side is half of the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -88,7 +89,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row of frames per run."""
+    """Return a PNG with one row per run, of frames at evenly spaced ticks."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)

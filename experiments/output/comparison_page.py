@@ -1,4 +1,4 @@
-"""Write the page of a comparison, one HTML file with its pictures."""
+"""Write the HTML page of `experiments.compare`, which contains its tables and pictures in one file."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Return a table of some losses, and of the largest distance from the reference."""
+    """Return a table with each implementation's loss at some steps, and its largest distance from the reference."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -55,7 +55,7 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
-    # The salt makes the ids of a picture unique on the page, and the same in every run.
+    # The salt makes the ids in a picture unique on the page, and equal in every run of the command.
     style = {
         **text,
         "svg.fonttype": "none",

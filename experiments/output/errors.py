@@ -1,6 +1,8 @@
-"""Run a command line. After a failure, print one line on stderr. The exit codes are:
+"""Errors of the commands, and a function that runs a command and prints one line on stderr if it fails.
 
-1      a run that cannot continue: corrupt files, a full disk, a loss that is not finite
+The exit codes of a failed command are:
+
+1      the command cannot continue: corrupt files, a full disk, a loss that is not finite
 2      a mistake of the user
 130    Ctrl-C
 """
@@ -18,14 +20,14 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message names it, its value, and the wanted value.
+    """An invalid setting or file from the user. The message says which setting, its value, and the wanted value.
 
-    Other `ValueError`s, such as from an op under development, show a traceback.
+    A command prints only the message of a `UserError`. Other `ValueError`s show a traceback.
     """
 
 
 class BrokenRun(Exception):
-    """The files of a run prevent it from continuing."""
+    """A run cannot continue because of its files, for example because a checkpoint is corrupt."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -35,9 +37,13 @@ class Stopped(KeyboardInterrupt):
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(config, command)`, where `command` is its text, and return the exit code.
+    """Parse the command line, call `run(parsed, command)`, and return the exit code. `command` is the command as text.
 
-    `config` is a dataclass, or a union of subcommands. `module` may be followed by a subcommand.
+    Args:
+      config: the dataclass of the settings, or a union of dataclasses, one per subcommand.
+      module: the name of the module after `python -m`, which may be followed by a subcommand.
+      args: the arguments; None for those in `sys.argv`.
+      options: further arguments of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
     program = ["python", "-m", *module.split()]
@@ -51,9 +57,9 @@ def run_command(
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run the command and return its exit code. After an exception, print one line on stderr.
+    """Run the command and return its exit code. After an expected exception, print one line on stderr.
 
-    Characters that stdout cannot encode, as in the name of a file that is not UTF-8, are printed as escapes.
+    Characters that stdout cannot encode are printed as escapes. File names that are not UTF-8 have such characters.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -74,7 +80,10 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return the names, by default all known names; or raise UserError with similar names or all known names."""
+    """Return the names, or all known names if there are none.
+
+    Raise UserError if a name is unknown. The message suggests similar known names, or lists all known names.
+    """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
@@ -93,7 +102,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Return a context in which Ctrl-C names the file with the results so far."""
+    """Return a context in which Ctrl-C raises `Stopped`, whose message names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -106,7 +115,7 @@ def _in_words(error: OSError) -> str:
 
 
 def warn(message: str) -> None:
-    """Print a warning of what is wrong, and how the command continues, in one line."""
+    """Print a warning on stderr, in one line. The message says what is wrong, and how the command continues."""
     _said(f"warning: {message}", 0)
 
 

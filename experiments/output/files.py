@@ -9,9 +9,10 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, so that a reader sees either the old file or the complete new file, even after a kill.
+    """Write `data` to `path`, so that a reader sees either the old file or the complete new file.
 
-    A kill can leave a temporary file in the folder (`is_leftover`). An OSError has the name of the file.
+    If the process is killed while it writes, a temporary file can stay in the folder (`is_leftover`). An OSError names
+    the file `path`.
     """
     temporary = temporary_name(path)
     try:
@@ -21,7 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = str(path)  # a full disk is an error without a file name
+        error.filename = str(path)  # the error for a full disk has no file name
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -29,14 +30,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file. Raise OSError for special files, such as a pipe, which could block."""
+    """Read a regular file. Raise OSError for special files, such as pipes, because reading them could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until files, or the names in a folder, are on disk."""
+    """Wait until the contents of the files, or the file names in the folders, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -57,5 +58,5 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether a killed process left `path` as a temporary file or folder."""
+    """Return whether `path` is a temporary file or folder, which only a killed process leaves behind."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

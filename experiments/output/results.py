@@ -1,4 +1,4 @@
-"""The fields that all result files share. A result file is a JSON object.
+"""The fields that all result files have. A result file is a JSON object that a command writes.
 
     schema     1
     command    the command line
@@ -6,10 +6,10 @@
     commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
     device     JAX's name for the kind of device
     platform   "cpu", "gpu", ...
-    versions   the versions of Python, jaxbp, and the packages that it uses
+    versions   the versions of Python, jaxbp, and the packages that jaxbp uses
     note       further information for the reader; optional
 
-Each command adds its fields.
+Each command adds further fields, which its documentation lists.
 """
 
 import json
@@ -30,7 +30,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""An environment variable with the commit, for files without Git history."""
+"""The name of an environment variable with the commit, for source files without a Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -49,11 +49,11 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the field `commit` for the checkout `root`."""
+    """Return the value of the field `commit` for the Git checkout in the folder `root`."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # An installed package may lie in the checkout of another project.
+        # `root` may be a folder of installed packages inside another project's checkout, which has another commit.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty
@@ -72,7 +72,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Replace numbers that are not finite, which JSON does not have, by `otherwise(number)`."""
+    """Return the value with `otherwise(number)` in place of each number that is not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Measure what the gradients of frozen parameters cost: fine-tuning with low-rank adapters against a full backward.
+"""Measure the cost of the gradients of frozen parameters, which fine-tuning with low-rank adapters does not need.
 
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
     python -m experiments.studies.frozen_parameters --quick      # small arrays, without a GPU
@@ -8,8 +8,9 @@ The model is a stack of blocks with frozen parameters and with adapters (LoRA, E
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-Each row of the report is one compiled program, which computes the gradients with respect to the `wanted` parameters. It
-has the time in microseconds, and the bytes of its results and of its temporaries.
+Here, h is n or the result of gelu. The arrays scale, bias, w, and b are frozen; down and up are an adapter. Each row of
+the report is for one compiled program, which computes the gradients of the `wanted` parameters: "adapters", or "all"
+with the frozen parameters. The row has the time in microseconds, and the bytes of results and of temporary memory.
 """
 
 import argparse
@@ -34,7 +35,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
 EXPANSION = 4
 SETTLING = 1.2
-"""The limit of the seconds for which each program runs before it is timed."""
+"""The longest time in seconds that a program runs before it is timed."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
 
 
@@ -44,10 +45,10 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--features", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
-    parser.add_argument("--seconds", type=float, default=0.3, help="the least duration of a round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="the least seconds per timing round")
     parser.add_argument("--quick", action="store_true", help=f"the same as {' '.join(QUICK)}")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args([*QUICK, *args] if "--quick" in args else args)
@@ -63,7 +64,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`: adapters and frozen parameters per block, and x and dy `(rows, features)`."""
+    """Return the arguments of `loss`: the adapters of all blocks, their frozen parameters, x, and dy.
+
+    x and dy have the shape `(rows, features)`.
+    """
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -74,7 +78,7 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws normal arrays, with the standard deviation `n ** -0.5` for a last axis of n elements."""
+    """Draws arrays from a normal distribution with standard deviation `n ** -0.5`, where n is the last axis's size."""
 
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0
@@ -85,7 +89,7 @@ class _Normal:
 
 
 def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
-    """Return the float32 sum of `dy y`, where y is the result of all blocks."""
+    """Return the sum over all elements of dy times y, in float32, where y is the result of the last block."""
     linear = functools.partial(jaxbp.linear, implementation=implementation)
 
     def adapted(h, parameters, adapter):

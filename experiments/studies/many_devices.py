@@ -1,11 +1,11 @@
-"""Measure the overhead of data-parallel training on several GPUs, and list the communication in compiled programs.
+"""Measure the overhead of data-parallel training on several GPUs, or list the communication in compiled programs.
 
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with a fixed number of examples per device: on one GPU without a mesh, on a mesh of one
-GPU, and on a mesh of all GPUs, also with the options `OVERLAPPING`. `compile` compiles the steps for eight H200 GPUs,
-which need not be present, and lists the collectives.
+`measure` times training steps with a fixed number of examples per device. It times each step on one GPU without a mesh,
+on a mesh of one GPU, on a mesh of all GPUs, and on a mesh of all GPUs with the compiler options `OVERLAPPING`.
+`compile` compiles the steps for eight H200 GPUs, which need not be present, and lists the collectives in the programs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Options with which XLA sums the gradients of a layer during the backward of the layer before."""
+"""Compiler options with which XLA sums a layer's gradients over the GPUs during the backward of the layer before."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 COMPILED_FOR = 8
 SECONDS = 0.03
@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
-        jax.config.update("jax_platforms", "cpu")  # Otherwise JAX would compile for a GPU that is present.
+        jax.config.update("jax_platforms", "cpu")  # otherwise JAX would compile for the machine's GPU, if it has one
     report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
     report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
     for row in {"measure": measured, "compile": compiled}[given.what](selected(given.workloads)):
@@ -58,7 +58,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes of a step's arguments: parameters replicated, data sharded, `examples` per device."""
+    """Return the shapes and shardings of a step's arguments.
+
+    Parameters are replicated. Data is sharded along the batch axis, with `examples` examples per device.
+    """
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -77,7 +80,10 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield the microseconds of each step on each mesh. All programs are first compiled in parallel."""
+    """Yield one row per workload and number of examples, with the microseconds of a step in each of the four settings.
+
+    The programs are compiled concurrently.
+    """
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -126,7 +132,8 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # While an absent GPU is the default device, nothing can run. The functions are therefore built before.
+    # Inside the `with` statement, the default device is an absent GPU, and nothing can run. So the functions, which
+    # run code to build a model, are built before.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):
@@ -145,18 +152,25 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Return the collectives of each kind and the bytes of their results, the number of jaxbp's kernels, and the number
-    of these kernels between the start and the end of a collective."""
+    """Count the collectives and jaxbp's kernels in a compiled program.
+
+    Returns:
+      A dict with these keys:
+      collectives: a dict from each kind of collective to its number.
+      bytes: the size of the results of all collectives.
+      kernels: the number of jaxbp's kernels.
+      kernels_meanwhile: the number of jaxbp's kernels that run between the start and the end of a collective.
+    """
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():
         if found := COLLECTIVE.search(line):
             kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
-            if found["start"]:  # An asynchronous collective lists its arguments, followed by its results.
+            if found["start"]:  # the type of an asynchronous collective has its arguments, followed by its results
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))
-        # A kernel appears directly, or within a fusion that slices its operands.
+        # A kernel is a custom call in the program, or inside a fusion that slices the kernel's operands.
         if "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]:
             kernels += 1
             meanwhile += running > 0

@@ -1,23 +1,23 @@
-"""Profile the bench's workloads with Nsight Compute, to find the limit of each kernel.
+"""Profile workloads of the bench with Nsight Compute, to find what limits each kernel.
 
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
-A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE. By
-default it runs in float32 with "pallas" and "default" precision. The profile has jaxbp's kernels, the products of
-cuBLAS and CUTLASS, and with the implementation "None" also XLA's fusions.
+A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
+The defaults are float32, "pallas", and the precision "default". The profile has jaxbp's kernels and the matrix products
+of cuBLAS and CUTLASS. With the implementation "None", it also has XLA's fusions.
 
-Each workload runs in a separate process under the profiler, so that a failure affects only its rows. The profiler runs
-each kernel several times, with its memory restored and the caches flushed. The times are therefore longer than in the
-program. CUDA graphs are disabled.
+Each workload runs in a separate process under the profiler, so that a failure affects only the workload's rows. The
+profiler runs each kernel several times. Before each time, it restores the memory and flushes the caches, so kernels
+take longer than in a normal run. CUDA graphs are disabled.
 
-Each row contains:
+The result file has one row per launch of a kernel. Each row contains:
 
 - the time in microseconds, and the registers per thread
-- percentages of the device's peak: for DRAM, L2, L1 (with shared memory), the busiest unit of the multiprocessors (the
-  tensor cores, for products), and the number of resident warps
+- percentages of the device's peak: the throughput of DRAM, of L2, of L1 with shared memory, and of the busiest unit of
+  the multiprocessors (in matrix products, the tensor cores), and the number of resident warps
 - the instructions issued per cycle, at most four
-- the reason for which warps waited longest, with the wait in cycles per instruction
+- the reason for which warps waited longest, and the cycles per instruction for which they waited
 """
 
 import argparse
@@ -60,7 +60,7 @@ DEFAULT = [
 ]
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
-"""Pattern for the names of the profiled kernels."""
+"""Pattern for the names of the kernels to profile."""
 SECONDS = 100
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
@@ -135,7 +135,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return the CSV output of Nsight Compute, or an empty string if it fails."""
+    """Profile a workload with Nsight Compute. Return the profiler's CSV output, or an empty string if there is none."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
@@ -146,7 +146,7 @@ def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{workload}: killed after {SECONDS} s", flush=True)
-    with contextlib.suppress(ProcessLookupError):  # Child processes may outlive their parent.
+    with contextlib.suppress(ProcessLookupError):  # child processes of the profiler may outlive it
         os.killpg(process.pid, signal.SIGKILL)
     return log.read_text() if log.exists() else ""
 

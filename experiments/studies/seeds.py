@@ -1,10 +1,10 @@
-"""Train experiments with several seeds, and collect the results of the runs.
+"""Train one or more experiments with several seeds each, and write the results of all runs to one file.
 
     python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each argument has the arguments of `python -m experiments.train` for one setting, without `--seed`. A run leaves no
-files. Concurrent runs (`--processes`) make the times unreliable. The result file has one row per setting and seed.
+Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`. The result file has one
+row per setting and seed. Runs write no other files. Times are unreliable if runs are concurrent (`--processes`).
 """
 
 import argparse
@@ -39,21 +39,21 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""The arguments of `experiments.train`, as text, and the seed."""
+"""A run: the arguments of `experiments.train` as one string, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("settings", nargs="+", help="arguments of experiments.train, quoted, one string per setting")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting; they count from 0")
+    parser.add_argument("settings", nargs="+", help="per setting one quoted string of arguments of experiments.train")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds per setting: 0, 1, ...")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--limit", type=float, default=86_400, help="seconds after which a run is killed")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(args)
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
-        config_of(task)  # Report mistakes before anything is trained.
+        config_of(task)  # raises the errors of invalid settings before anything is trained
     share_gpus()
     report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
     if any("logic-conv" in settings for settings in given.settings):

@@ -1,10 +1,10 @@
-"""Time the kernels of docs/tutorial_faster.md, and compare each with the roofline.
+"""Time the kernels of docs/tutorial_faster.md, and compare the time of each kernel with the roofline.
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-The code of the page, which checks the gradients of each kernel, runs first. It defines the kernels in `STEPS`. Each row
-of the report has the time in microseconds, with the final sum of dscale, and the share of the roofline. The roofline is
-the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale.
+First, the code of the page runs. It defines the kernels in `STEPS`, and checks the gradients of each kernel. The
+roofline is the least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale. Each row of the
+report has the kernel's time in microseconds, which includes the final sum of dscale, and the roofline divided by it.
 """
 
 import argparse
@@ -30,10 +30,10 @@ PAGE = ROOT / "docs" / "tutorial_faster.md"
 def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=65536, help="a multiple of 4")
-    parser.add_argument("--features", type=int, default=1024, help="a multiple of 128 up to 1024")
+    parser.add_argument("--rows", type=int, default=65536, help="number of rows of x, a multiple of 4")
+    parser.add_argument("--features", type=int, default=1024, help="elements per row, a multiple of 128 up to 1024")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--seconds", type=float, default=0.03, help="the least duration of a round")
+    parser.add_argument("--seconds", type=float, default=0.03, help="the least seconds per timing round")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if jax.default_backend() != "gpu" and simulating() is None:
@@ -56,7 +56,10 @@ def steps() -> Mapping[str, Callable]:
 
 
 def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Draw dy and x `(rows, features)`, scale `(features,)`, and compute the float32 inv `(rows,)` of x."""
+    """Return dy and x `(rows, features)`, scale `(features,)`, and inv `(rows,)`, the inverse RMS of each row of x.
+
+    dy, x, and scale are random. inv is in float32.
+    """
     dy, x, scale = (
         jax.random.normal(jax.random.key(seed), shape, dtype)
         for seed, shape in enumerate(((rows, features), (rows, features), (features,)))
@@ -67,7 +70,7 @@ def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
 def measured(
     kernels: Mapping[str, Callable], arrays: Sequence[jax.Array], seconds: float
 ) -> Iterator[dict[str, float | str]]:
-    """Yield the time and the share of the roofline of each `kernel(*arrays)`, which returns dx and dscale."""
+    """Yield one row per kernel. A kernel is a function of the arrays, and returns dx and dscale."""
     read = sum(a.nbytes for a in arrays)
     rates = measured_rates(str(arrays[0].dtype), seconds)
     for step, kernel in kernels.items():

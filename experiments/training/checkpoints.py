@@ -1,9 +1,11 @@
-"""Checkpoints. A checkpoint is a folder with everything that a run needs to resume, and the checksums of its files.
+"""Checkpoints of a run. A checkpoint is a folder with everything that the run needs to resume:
 
-    run.json    the settings, the checksum of the model's constants, the metrics of every epoch so far, and checksums
+    run.json    the settings, the metrics of every completed epoch, the checksum of the model's constants (the variables
+                that are not trained), the checksums of the files in state/, and its own checksum
     state/      the parameters and the state of the optimizer, written by Orbax
 
-A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
+A checkpoint's folder gets its final name when all its files are on disk. A file whose checksum does not match is never
+used.
 """
 
 import collections
@@ -40,8 +42,11 @@ class Checkpoint:
     """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the state before the first epoch.
 
     Attributes:
-      constants: the checksum of the model's variables that are not trained.
-      files: maps the path of each file within `state` to its checksum.
+      epoch: the number of the epoch after which the checkpoint was written.
+      config: the settings, as from `configs.to_dict`.
+      constants: the checksum of the model's variables that are not trained, or None if there are none.
+      metrics: the metrics of each completed epoch.
+      files: a dict from the path of each file within `state/` to the file's checksum.
       folder: the folder that holds the checkpoints of all epochs.
     """
 
@@ -58,7 +63,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shapes and dtypes of the arrays by path, without reading them."""
+        """A dict from the path of each array to its shape and dtype. The arrays are not read."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -71,7 +76,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[tuple[ocp.Checkpointer, Path]]:
-        """Yield a checkpointer and the state's path, or raise BrokenRun if Orbax cannot read it."""
+        """Yield an Orbax checkpointer and the path of the state. If reading the state fails, BrokenRun is raised."""
         try:
             with _for_orbax(self.path) as folder, _orbax() as orbax:
                 yield orbax, folder / STATE
@@ -80,7 +85,7 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
-    """Write the checkpoint's folder atomically, and return the checkpoint with its checksums."""
+    """Write the folder of a checkpoint atomically, and return the checkpoint with the checksums of its files."""
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
@@ -90,10 +95,10 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # the run did not resume from a folder of this epoch, so it is corrupt
+        remove(checkpoint.path)  # an existing folder of this epoch is corrupt, because the run did not resume from it
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. The next resumption removes it.
+        # After Ctrl-C, threads of Orbax may still write into the folder. When the run resumes, it removes the folder.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -121,7 +126,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax, which print tracebacks of errors that `save` raises too."""
+    """Silence the threads of Orbax. They print tracebacks of errors that Orbax's `save` also raises."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -133,14 +138,15 @@ def _silent_threads() -> Iterator[None]:
         yield
     finally:
         logger.disabled = is_disabled
-    sys.unraisablehook = previous  # not after an error, because threads go on printing after `save` has raised it
+    sys.unraisablehook = previous  # not restored after an error, because threads print after `save` has raised it
 
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield an absolute path to the folder that Orbax accepts.
+    """Yield an absolute path to the folder, in a form that Orbax accepts.
 
-    Orbax fails for `[`, for a backslash, and for names that are not UTF-8. The path is then a symbolic link.
+    Orbax fails if a path has a `[`, a backslash, or a name that is not UTF-8. Paths with unusual characters are
+    therefore replaced by a symbolic link.
     """
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
@@ -160,7 +166,7 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint in a folder, or raise BrokenRun."""
+    """Read the checkpoint in a folder and verify all checksums. Raise BrokenRun if the checkpoint is not intact."""
     file = path / RUN
     try:
         run = json.loads(_bytes(file))
@@ -187,7 +193,7 @@ def path_of(folder: Path, epoch: int) -> Path:
 
 
 def epochs(folder: Path) -> list[int]:
-    """Return the epochs that have folders, the last one first."""
+    """Return the epochs of which there is a checkpoint, with the last epoch first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
@@ -197,7 +203,10 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`, and return a state like `like`, or raise the error of `check_like`."""
+    """Return the state from which `to_arrays` made the arrays. It has the structure of the state `like`.
+
+    Raise BrokenRun, as in `check_like`, if the arrays do not fit `like`.
+    """
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
@@ -205,7 +214,8 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
-    Check the shapes before arrays are read. A small file can claim an array that does not fit in memory.
+    Call it with `Checkpoint.shapes` before the arrays are read, because a small file can claim an array that does not
+    fit in memory.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
@@ -216,7 +226,10 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from paths to leaves, in which NNX variables lack the name of their only leaf, `value`."""
+    """Return a dict from the paths of the leaves to the leaves.
+
+    NNX variables have a single leaf, named `value`. Its path is the path of the variable, without `/value`.
+    """
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

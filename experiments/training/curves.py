@@ -1,11 +1,11 @@
-"""Draw the picture of a run."""
+"""Draw the picture of a run: its loss and error rate by epoch, and misclassified test images."""
 
 import io
 from collections.abc import Sequence
 
 import numpy as np
 
-# pyplot is not used, because it keeps global state and chooses a backend by the machine's display.
+# pyplot is not used, because it keeps global state, and its backend depends on the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -23,10 +23,11 @@ def draw(
     predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
 ) -> bytes:
-    """Return a PNG of the loss and the error rate per epoch, and below them the first misclassified test images.
+    """Return a PNG with the loss and the error rate of each epoch, and below these curves misclassified test images.
 
-    `predictions (N,)` are the predicted classes of the test images; None shows no images. `names` are the names of the
-    training curve and of the evaluation curve.
+    Args:
+      predictions: the predicted classes `(N,)` of the N test images. If None, no images are shown.
+      names: the names of the training curve and of the test curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:

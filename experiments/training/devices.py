@@ -1,4 +1,4 @@
-"""The devices of a run. Each device holds all parameters and all data, and computes a part of every batch."""
+"""The devices of a run. Each device holds all parameters and the whole dataset, and computes a part of every batch."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses; by default, the largest number that divides the batch."""
+    """Return the number of devices that a run uses. By default, it is the largest that divides the batch size."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
@@ -49,18 +49,18 @@ def shares(mesh: Mesh) -> NamedSharding:
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
-    """Return `loss(params, inputs, targets)` for a divided batch: each device computes the losses of its examples.
+    """Return the function `loss(params, inputs, targets)`, with the examples of a batch divided among the devices.
 
-    The gradient of the parameters is summed over the devices in their dtype. Without this function, XLA would sum in
-    the dtype in which the model computes.
+    Each device computes the losses of its examples. The parameters' gradients are summed over the devices in the dtype
+    of the parameters. If XLA divided the computation by itself, it would sum in the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
-    # `check_vma` requires that kernels declare the mesh axes along which their results vary. jaxbp's kernels do not.
+    # `check_vma=True` requires that kernels declare the mesh axes along which their results vary. jaxbp's do not.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place a copy of each array on each device. Every process must pass the same arrays."""
+    """Return the arrays with a copy on each device of the mesh. Every process must pass equal arrays."""
     sharding = whole(mesh)
 
     def placed(array):

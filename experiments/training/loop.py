@@ -1,7 +1,7 @@
-"""The training loop. Each epoch is one compiled scan over batches, and the data stays on the devices.
+"""The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices.
 
-The model is split once into its parameters and a pure function. A `TrainState` is the carry of the scan, is donated to
-the compiled epoch, and is saved in checkpoints.
+The model is split once into its parameters and a pure function. The carry of the scan is a `TrainState`. It is donated
+to the compiled epoch, and saved in checkpoints.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
 class TrainState(NamedTuple):
-    """The arrays that training changes."""
+    """The arrays that training changes: the parameters, the optimizer's state, and the loss scale."""
 
     params: PyTree
     opt_state: optax.OptState
@@ -58,37 +58,38 @@ class Metrics(NamedTuple):
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
-    """Seconds of compilation before this epoch; 0 except in the first epoch of a process."""
+    """Seconds of compilation before this epoch. Only the first epoch of a process needs compilation."""
     loss_scale: float | None = None
-    """The factor of the loss after this epoch, or None."""
+    """The factor that multiplies the loss, as it is after this epoch. None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Number of steps that changed only the loss scale, because something was not finite."""
+    """Number of steps that changed only the loss scale, because the loss or a gradient was not finite."""
 
 
 MOST_SKIPPED = 50
-"""The limit of consecutive skipped steps, far more than the loss scale needs to reach its smallest value."""
+"""The largest number of consecutive skipped steps. The loss scale reaches its smallest value in far fewer steps."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""The largest mean loss and the largest parameter of a run that has not diverged. Before training, all losses are below
-1e3. If the choices of gates are constant, the loss cannot grow, and only the parameters diverge."""
+"""A run has diverged if its mean loss or a parameter exceeds these values. Before training, all losses are below 1e3.
+The parameters are checked as well because a network of gates can diverge without a large loss: a gate's output stays
+between 0 and 1 even if its parameters grow without limit."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between runs with the same settings. All others have the same bits."""
+"""The metrics that differ between two runs with the same settings. All other metrics have the same bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run: its initial state, and compiled functions with the data on the devices."""
+    """A prepared run: its initial state, and its compiled functions, which hold the dataset on the devices."""
 
     mesh: Mesh
     state: TrainState
     model: nnx.Module
-    """The model, without the current parameters."""
+    """The model with its initial parameters. The current parameters are in the state."""
     constants_checksum: str | None
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`, which overwrites the buffers of `state`."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`, as `train_epoch`. It overwrites the given state."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
-    """`params -> (loss, correct, predictions)` on the test set."""
+    """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: a new initial state if the epoch begins a new attempt, else None."""
+    """`epoch -> state`: a new initial state if the epoch begins a new attempt (`TrainingConfig.attempt`), else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -96,7 +97,7 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Build the model, loss, and optimizer of the config, and compile the epoch and the evaluation."""
+    """Build the model, the loss, and the optimizer from the config, and compile `train_epoch` and `evaluate`."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")
@@ -163,16 +164,19 @@ def _compiled(
 
 
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
-    """Return the model's parameters, and `loss(model, ...)` as a pure function of the parameters.
+    """Return the model's parameters, and the function `loss(model, ...)` as a pure function `(params, ...)`.
 
-    Other variables than `nnx.Param`, such as the fixed wires of a network, keep their initial values.
+    The model's other variables, such as the fixed wires of a network, keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of all variables but `nnx.Param`, which checkpoints do not contain; None without any."""
+    """Return the SHA-256 of the model's variables that are not an `nnx.Param`, or None if there are none.
+
+    Checkpoints contain only this checksum of these variables.
+    """
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -206,17 +210,18 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` examples after shuffling are left out. `key`, `epoch`, and the step determine how
-    `augment` changes the inputs. Epochs count from 1, steps from 0.
+    The examples are shuffled, and the last `N % batch_size` of them are left out. `key`, `epoch`, and the number of the
+    step determine how `augment` changes the inputs of a step. Epochs are counted from 1, and steps from 0.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
-      a loss scale, a step that is not finite does not change the parameters.
+      a loss scale, a step whose loss or gradients are not finite does not change the parameters. Without a loss scale,
+      the last result is True for every step.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # The complement of the epoch makes the keys of steps differ from the keys of shuffles.
+    # The order uses `fold_in(key, epoch)`. The complement of the epoch gives the augmentation different keys.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -274,11 +279,12 @@ def run(
     """Train from `state`, the state after `epochs_done` epochs, to the last epoch.
 
     After each epoch, yield its metrics, the state, and the predictions for the test set. The next epoch overwrites the
-    buffers of its initial state, so copy a state to keep it.
+    buffers of this state, so copy the state to keep it.
 
     Raises:
-      FloatingPointError: after an epoch with a loss that is not finite, or above `MOST_LOSS`, or a parameter above
-        `MOST_PARAMETER`. With a loss scale, only an epoch without finite losses, or `MOST_SKIPPED` skipped steps.
+      FloatingPointError: after an epoch, if a training loss or the test loss is not finite, if the mean training loss
+        exceeds `MOST_LOSS`, or if a parameter exceeds `MOST_PARAMETER`. With a loss scale, some training losses of an
+        epoch may be infinite or NaN, but not all of them, and not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -293,7 +299,7 @@ def run(
         evaluation_seconds = time.perf_counter() - started
         if state.loss_scale is not None:
             state.loss_scale.check(MOST_SKIPPED)
-            # A step with a finite loss may be skipped because of its gradients.
+            # These are not exactly the losses of skipped steps: a step with a finite loss may have infinite gradients.
             losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
         _refuse_non_finite(epoch, losses, float(test_loss))
         _refuse_divergence(epoch, float(losses.mean(dtype=np.float64)), state.params)
@@ -332,7 +338,7 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
             f"the training loss became {losses[broken[0]]} at step {broken[0] + 1} of {losses.size} in epoch {epoch}, "
             f"so training stopped; {_after(epoch)}"
         )
-    # The last update of an epoch may make parameters infinite, which shows in no training loss of this epoch.
+    # If the last update of an epoch makes parameters infinite, only the test loss of this epoch shows it.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
             f"the test loss became {test_loss} after epoch {epoch}, so training stopped; {_after(epoch)}"

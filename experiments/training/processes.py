@@ -1,8 +1,9 @@
 """Train one model in several processes. Each process uses the devices that it sees.
 
-Process 0 has the settings, writes the run directory, and prints. Each other process has a connection to process 0, on
-the port after the coordinator's port, over which it receives the settings. When a process ends, its connections close,
-and the other processes end as well. A process introduces itself with one line that ends with a token.
+Process 0 has the settings, writes the run directory, and prints. JAX's coordinator runs in process 0. Each other
+process also connects to process 0 at the port after the coordinator's port. Over this connection, it sends one line
+with its number, the number of processes, and a secret token, and receives the settings. When a process ends, its
+connections close, and the other processes end as well.
 """
 
 import argparse
@@ -29,16 +30,17 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""An environment variable with the token. By default, process 0 generates and prints a token."""
+"""The name of an environment variable with the token. If it is not set, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits of the first line from another process."""
+"""The limits on the duration and the length of the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
-"""The time in which the other processes must notice that a process has ended."""
+"""The seconds in which a process must notice that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""TCP keepalive: two times in seconds and a count of probes. It finds a lost connection after half a minute."""
+"""Options of TCP keepalive: the seconds before the first probe, the seconds between probes, and the number of probes. A
+lost connection is noticed after half a minute."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
 
@@ -52,7 +54,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the three options from a command line; return None if it has none of them."""
+        """Parse the options --coordinator, --process, and --processes of a command line. Return None if it has none."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -74,10 +76,11 @@ class Place:
 
 
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
-    """Run `command(settings)` in this process, together with the other processes, and then end this process.
+    """Connect to the other processes, run `command(settings)` in this process, and then end this process.
 
-    Only process 0 needs `settings`, one line that it sends to the other processes. Its exit code is the code of its
-    command. If the code is 0, the other processes also exit with 0. If a process disappears, the others exit with 1.
+    Only process 0 needs `settings`, a text of one line, which it sends to the other processes. Process 0 exits with the
+    exit code that its command returns. If this code is 0, the other processes also exit with 0. If a process
+    disappears, the remaining processes exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -89,18 +92,18 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """Return process 0's arrays in all processes. All must pass arrays with the same shapes and dtypes."""
+    """Return the arrays of process 0, in every process. Every process must pass arrays of equal shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # The arrays are sent as bytes, because JAX broadcasts by a sum over processes, which loses the sign of zeros.
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. So the arrays are sent as bytes.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process with its connections: from process 0 to all others, or from another process to process 0."""
+    """This process with its connections: in process 0, to all other processes; in any other process, to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -112,7 +115,7 @@ class Joined:
         try:
             code = exit_code(lambda: self._initialized(command))
         except BaseException:
-            # If another process has ended, collectives fail. Wait, so that `_watch` can print the reason.
+            # Collectives fail if another process has ended. In this case, `_watch` prints the reason in the meantime.
             time.sleep(PARTING_SECONDS)
             traceback.print_exc()
             code = 1
@@ -123,7 +126,7 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Process 0 handles it, and the others end when it ends.
+            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it; the others end after process 0.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         # JAX's preemption service would catch SIGTERM, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)
@@ -159,13 +162,13 @@ class Joined:
                 watch.join(PARTING_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # at a normal exit, JAX would wait for processes that have ended
+        os._exit(code)  # a normal exit would wait in JAX for processes that have already ended
 
 
 def _listen(place):
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
-    # If its port is in use, JAX's coordinator crashes. The port is therefore held until it starts.
+    # JAX's coordinator crashes if its port is in use. The port is therefore reserved until the coordinator starts.
     with _bound(place, place.port), _bound(place, place.port + 1) as server:
         if not os.environ.get(TOKEN):
             print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
@@ -175,7 +178,7 @@ def _listen(place):
                 raise TimeoutError(
                     f"process {missing[0]} of {place.processes} did not connect to process 0 within {START_SECONDS} s"
                 )
-            with contextlib.suppress(OSError):  # nobody connects, or too many
+            with contextlib.suppress(OSError):  # no process has connected yet, or too many connections are open
                 link, _ = server.accept()
                 threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
             while missing and not introduced.empty():
@@ -198,7 +201,8 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Put a connection and the first two words of its line into the queue, if the token is right."""
+    """Read the first line of a new connection. If its token is correct, put the connection, the number of the process,
+    and the number of processes into the queue."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -243,10 +247,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Relay connections to the coordinator, and return the local address of the relay.
+    """Start a relay between JAX in this process and the coordinator in process 0, and return the relay's local address.
 
-    When its connection closes, JAX aborts a process, often before `_watch` can print the reason. The relay keeps the
-    connections to JAX open after process 0 has ended.
+    When JAX's connection to the coordinator closes, JAX aborts the process, often before `_watch` can print the reason.
+    The relay therefore keeps JAX's connection open after process 0 has ended.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -270,7 +274,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Configure a connection without a time limit that fails if the other machine is unreachable."""
+    """Remove the connection's time limit, turn on keepalive, and return it. Keepalive detects a lost machine."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -280,7 +284,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read the next line, and no byte after it. Raise OSError if it is too long or too slow."""
+    """Read the next line, and no byte after it. Raise OSError if the line is too long or arrives too slowly."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

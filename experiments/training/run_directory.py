@@ -3,12 +3,12 @@
     .lock             locked while a process uses the directory
     config.json       the settings
     metrics.jsonl     one line per epoch
-    checkpoints/      the state after each of the last epochs: see `experiments/training/checkpoints.py`
+    checkpoints/      the state after each of the last two epochs: see `experiments/training/checkpoints.py`
     curves.png        drawn after the last epoch, or when the run is stopped; an experiment may write more files
-    files.sha256      the checksums of the files above, for `sha256sum --check`; written last
+    files.sha256      the checksums of curves.png and of the experiment's files, for `sha256sum --check`; written last
 
-A run resumes from its newest intact checkpoint, from which other files are rewritten if they have changed. Files that
-do not belong to the run are not touched.
+A run resumes from its newest intact checkpoint. If config.json or metrics.jsonl differ from this checkpoint, they are
+rewritten. Files that do not belong to the run are not touched.
 """
 
 import contextlib
@@ -64,7 +64,8 @@ def read_metrics(path: Path) -> list[Metrics]:
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
 
-    Raise the errors of `saved_config`, and `BrokenRun` if this version builds another model from the settings.
+    Raise the errors of `saved_config`. Also raise BrokenRun if the parameters do not fit the model that this version of
+    jaxbp builds from the settings.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -79,7 +80,7 @@ def _params(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """Return the newest intact checkpoint. With `loud`, warn of newer, corrupt checkpoints."""
+    """Return the newest intact checkpoint of a run. If `loud`, print a warning if a newer checkpoint is corrupt."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -104,11 +105,12 @@ class RunDirectory:
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """Lock the directory. If the config sets `resume`, open the run in it; otherwise `begin` creates a run.
+        """If the config sets `resume`, lock the directory and open the run in it. Otherwise, `begin` creates a run.
 
         Raises:
-          UserError: if a run to resume does not exist or has other settings, or if a new run's directory is not empty.
-          BrokenRun: if every checkpoint is corrupt, or another process uses the directory.
+          UserError: if the run to resume does not exist or has other settings, or if the directory of a new run is not
+            empty.
+          BrokenRun: if every checkpoint is corrupt, or if another process uses the directory.
         """
         if not self.config.resume:
             _check_is_free(self._path)
@@ -125,7 +127,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Unlock the directory. If there is a checkpoint to resume from, replace `DISK_ERRORS` by BrokenRun."""
+        """Unlock the directory. If there is a checkpoint, raise BrokenRun instead of an error in `DISK_ERRORS`."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -148,9 +150,10 @@ class RunDirectory:
             return False
 
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
-        """Return the state of the checkpoint, or `initial` in a new directory.
+        """Return the state to train from: the checkpoint's state if the run resumes, otherwise `initial`.
 
-        Raise BrokenRun if the checkpoint is of another model, or if the checksum of its `constants` differs.
+        For a new run, create the directory and the checkpoint of epoch 0. If the run resumes, raise BrokenRun if the
+        arrays of the checkpoint do not fit `initial`, or if its checksum of the model's constants is not `constants`.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -180,7 +183,7 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Save the metrics and the state after an epoch, which is then completed."""
+        """Save the metrics of a completed epoch, and the state after the epoch."""
         lines = [line._asdict() for line in (*self.metrics, metrics)]
         checkpoint = dataclasses.replace(self._checkpoint, epoch=metrics.epoch, metrics=lines)
         checkpoints.write(checkpoint, checkpoints.to_arrays(state))
@@ -194,11 +197,12 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of the files `names`, which marks the run as finished."""
+        """Write the file of checksums, of the files `names`. It marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Rewrite files that differ from the checkpoint, and remove temporary files of killed processes."""
+        """Remove temporary files of killed processes, and rewrite the settings and metrics if they differ from the
+        checkpoint. If `loud`, warn of files that were damaged."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -208,8 +212,8 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that is only shorter or longer is not damaged: the process was killed before it wrote the rest, or
-            # the run resumed from an earlier checkpoint.
+            # A file that only ends earlier or later is not damaged. It ends earlier if a process was killed before it
+            # wrote the rest, and later if the run resumed from an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)
@@ -219,7 +223,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics of every epoch. Raise BrokenRun if an epoch or a field is missing or unknown."""
+    """Return the metrics of every epoch. Raise BrokenRun if an epoch is missing, or a field is missing or unknown."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Other libraries (peers), which the bench times on the same arrays and in the same run as jaxbp."""
+"""Peers: other libraries, which the bench times on the same arrays and in the same run as jaxbp."""
 
 import dataclasses
 import fnmatch
@@ -17,13 +17,13 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Dict from peers to modules, which define `VERSION` and `variants(task)`, an iterator over `Variant`s."""
+"""Dict from the name of a peer to its module, which defines `VERSION` and a function `variants(task)`. The function
+yields `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Dict from peers with several formulations to a pattern for the names of the fastest formulation.
+"""Dict from a peer with several formulations to a pattern, which matches the variants of its fastest formulation.
 
-A formulation is one of several ways to compute a workload. The patterns follow the runs in docs/results/ that timed all
-formulations.
+A formulation is a way to compute a workload. Runs in docs/results/ that timed all formulations show which is fastest.
 """
 
 VariantChoice = Literal["best", "all"]
@@ -34,15 +34,16 @@ class Task:
     """A workload that a peer computes and times.
 
     Attributes:
-      op, options: the name of an op of the catalogue or of a training step, and its options.
-      sets: one set of jaxbp's arguments per call, or one set for a training step. Empty if only the names of the
-        variants are needed.
-      small: arguments at a small batch size, for which results are compared with float64.
-      calls: the number of calls that one timed program makes.
+      op, options: the name of an op of the catalogue or of a training step, and its `Workload.options`.
+      sets: for an op, one set of jaxbp's arguments per call; for a training step, a single set. Empty if only the names
+        of the variants are needed.
+      small: arguments at a small batch size, for which the peer's results are compared with float64.
+      calls: the number of calls, or of training steps, in one timed program.
+      dtype: the dtype of the arrays.
       precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
       products: whether the workload has matrix products or convolutions.
       seconds: the least duration of a timing round.
-      choice: whether to time only the fastest variant, or every variant.
+      choice: "best" to time only the peer's fastest variant, "all" to time every variant.
     """
 
     op: str
@@ -60,9 +61,10 @@ class Task:
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """The name of a variant, the precision of its products or None, and a function that measures the variant.
 
-The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small` in the order of
-jaxbp's function, or None. A variant with other arguments than the task's also returns `reference`, the float64 results
-to compare with. A variant whose error cannot be measured may return the reason as `error_reason`.
+The function returns a dict with fields of `measure.MEASURED` and with `results`: the floating results for `Task.small`,
+in the order of the results of jaxbp's function. If the results should differ from jaxbp's, the dict also has
+`reference`, the float64 results to compare with. If no error can be measured, `results` is None or absent, and
+`error_reason` may give the reason.
 """
 
 

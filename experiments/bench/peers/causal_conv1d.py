@@ -1,4 +1,4 @@
-"""The depthwise convolution of Mamba's authors, written in CUDA, as a peer of the bench."""
+"""The library causal-conv1d as a peer of the bench: the depthwise convolution of Mamba's authors, written in CUDA."""
 
 import functools
 from importlib import metadata

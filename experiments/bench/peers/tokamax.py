@@ -1,4 +1,4 @@
-"""tokamax's norms, written in JAX on Triton, as a peer of the bench. They are timed like jaxbp's implementations."""
+"""tokamax's norms, in JAX with Triton kernels, as a peer of the bench. They are timed like jaxbp's implementations."""
 
 import functools
 from importlib import metadata
@@ -19,7 +19,10 @@ FORWARDS = {
 
 
 def variants(task):
-    """Yield tokamax's default kernel, or nothing if tokamax lacks the op. tokamax has no public backwards."""
+    """Yield tokamax's default kernel for a forward with its gradient, or nothing if tokamax lacks the op.
+
+    tokamax has no public backwards.
+    """
     if task.op in FORWARDS:
         yield "default", None, functools.partial(measure, task)
 

@@ -1,10 +1,11 @@
-"""PyTorch as a peer of the bench: the same workloads on the same arrays, timed in the same run.
+"""PyTorch as a peer of the bench.
 
-Ops have three modes: eager, eager captured in a CUDA graph, and compiled, which is also captured. A captured training
-step is one graph of the forward, the backward, and the update by a fused optimizer. Its forward and backward can be
-eager, compiled as a whole, compiled in the channels-last layout, or compiled layer by layer. In a further mode,
-`mode="reduce-overhead"`, PyTorch itself captures the forward and the backward. Products of float32 are timed in float32
-and in TF32, and the best variant has the precision of jaxbp's rows. Errors are measured on the eager functions.
+An op is timed in three modes: eager, eager and captured in a CUDA graph, and compiled and captured. A captured training
+step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. The forward and the backward
+in this graph can be eager, compiled as a whole, compiled in the channels-last layout, or compiled layer by layer. In
+the mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update. Products
+of float32 are timed in float32 and in TF32; only the precision of jaxbp's rows counts for the best variant. Errors are
+measured on the eager functions.
 """
 
 import collections
@@ -41,18 +42,18 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""Seconds after which `compile_layers` compiles no further layer."""
+"""The time in seconds after which `compile_layers` compiles no further layer."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""`build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()` returns the
-results for the small arguments, and `fields` has other fields of the row."""
+"""A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task. `results()`
+returns the results for `task.small`. `fields` is a dict of further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield the variants of a task: eager, and on a GPU also in a CUDA graph and in each mode of `modes`.
+    """Yield the variants of a task: in the mode "eager", and on a GPU also in "CUDA graph" and in the given modes.
 
     Args:
-      modes: further modes that `build` takes, with the fastest modes last.
-      best: the number of modes, from the end, that are timed if the task's choice is "best".
+      modes: further modes that `build` accepts, with the fastest modes last.
+      best: if the task's choice is "best", only the last `best` modes are timed.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -68,10 +69,10 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    PyTorch does not count the memory of a CUDA graph that its compiler captures.
+    PyTorch does not count the memory of a CUDA graph that PyTorch's compiler captures, so `COMPILED_STEP` has none.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True  # cuDNN keeps its fastest algorithm, as in XLA
+    torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
@@ -93,7 +94,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for single ops, given PyTorch functions by op. A call of a forward also computes gradients."""
+    """Return a `Build` for ops, given dicts from ops to PyTorch functions. A forward's calls also compute gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -113,7 +114,7 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Return the arguments of the PyTorch function, given the arguments of the jaxbp function."""
+    """Return the arguments of an op's PyTorch function, given the arguments of jaxbp's op."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -130,7 +131,10 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the residuals of PyTorch's norms: `centred`, mean and inverse standard deviation, else inverse RMS."""
+    """Return the residuals that PyTorch's norms keep of each row of x, in float32.
+
+    LayerNorm (`centred`) keeps the mean and the inverse standard deviation. RMSNorm keeps the inverse RMS.
+    """
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -138,13 +142,13 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    """Return the array as a tensor in the same memory, but integers as int64."""
+    """Return the JAX array as a tensor that shares its memory. Integers are copied to int64 instead."""
     shared = torch.from_dlpack(a)
     return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert indices of maxima within a window, as in jaxbp, to indices within an image, as in PyTorch."""
+    """Convert jaxbp's indices of maxima, which count within a window, to PyTorch's, which count within an image."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -174,7 +178,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # PyTorch reads only the shapes of arrays for gradients that are not wanted.
+    # `wanted` is 0 for the gradient with respect to x, and 1 for w. PyTorch then reads only the shape of x or w.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)
@@ -196,7 +200,7 @@ def _conv2d_backward_bias(dy):
 def _max_pool2d_backward(dy, indices, *, input_size, window, stride=None, padding=0):
     window = _pair(window)
     stride = window if stride is None else _pair(stride)
-    x = dy.new_empty(*dy.shape[:2], *input_size)  # only its shape matters
+    x = dy.new_empty(*dy.shape[:2], *input_size)  # PyTorch reads only its shape
     return [aten.max_pool2d_with_indices_backward(dy, x, window, stride, _pair(padding), [1, 1], False, indices)]
 
 
@@ -233,9 +237,9 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 
 
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
-    """Return a causal depthwise convolution in the layouts of jaxbp's arguments.
+    """Return a causal depthwise convolution, with x, w, and the result in the layouts of `dimension_numbers`.
 
-    `convolve(x, w, b)` computes it on sequences NCW and filters OIW, which are views of the arguments.
+    `convolve(x, w, b)` computes the convolution on views of x in the layout NCW and of w in the layout OIW.
     """
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")
@@ -289,9 +293,9 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a `Build` for training steps.
 
     Args:
-      make: `make(task, arguments) -> (model, parameters, loss)`. The list of parameters has the order of the gradients
-        in jaxbp's results, and the loss is a function of the model.
-      optimiser_of: a function that makes the optimizer of a list of parameters.
+      make: `make(task, arguments) -> (model, parameters, loss_of)`. The list of parameters has the order of the
+        gradients in jaxbp's results. `loss_of(model)` returns the loss.
+      optimiser_of: a function that returns an optimizer for a list of parameters.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -329,9 +333,10 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile layer by layer, with gradients, until `COMPILE_SECONDS` have passed. Return fields of the row.
+    """Compile the forward and backward of one layer after the other until `COMPILE_SECONDS` have passed.
 
-    A whole model can take many minutes to compile. If layers stay eager, a field says so.
+    A whole model can take many minutes to compile. Return the fields `compile_seconds` and, if layers stay eager,
+    `note` for the row.
     """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
@@ -375,7 +380,7 @@ def _lenet(task, arguments):
 
 
 def _captured(program: Callable) -> Callable:
-    """Capture a program in a CUDA graph, and return the function that replays it."""
+    """Capture a program in a CUDA graph, and return a function that replays the graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -412,7 +417,10 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak memory of a call, minus the memory in use before it and the results, or None without a GPU."""
+    """Return the peak of memory during a call, in bytes, or None without a GPU.
+
+    The memory that was in use before the call and the memory of the results are subtracted.
+    """
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -1,8 +1,9 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-They use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations. `raw` has 16 logits per gate,
-like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like `input_wise` and `walsh`. The results of
-`raw` and `light` are compared with jaxbp's network in float64. `warp` computes another function: see `WARP`.
+The networks use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations of a gate. `raw` has 16
+logits per gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like jaxbp's `input_wise` and
+`walsh`. The results of `raw` and `light` are compared with float64 results of jaxbp's network. `warp` has no error,
+because it computes a different function than `walsh`: see `WARP`.
 """
 
 import functools
@@ -33,14 +34,15 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""Dict from parametrizations in torchlogix to parametrizations in jaxbp with as many parameters per gate."""
+"""Dict from torchlogix's parametrizations to jaxbp's parametrizations with the same number of parameters per gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
 
 
 def variants(task):
     """Yield each parametrization in each mode, or nothing if torchlogix lacks the workload.
 
-    Convolutional networks take long to compile, layer by layer, so the eager step in a CUDA graph is timed first.
+    Convolutional networks take long to compile, so they are compiled layer by layer. Their eager step in a CUDA graph
+    is timed first, before this compilation.
     """
     if not task.op.startswith("logic"):
         return
@@ -93,7 +95,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients in the form of jaxbp's results, with one array per convolution."""
+    """Return the loss and the gradients, with the gradients of a convolution's levels joined into jaxbp's array."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:

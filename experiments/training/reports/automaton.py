@@ -1,4 +1,4 @@
-"""The report on a trained automaton: accuracy, gates, pictures, and code of the hardened automaton."""
+"""The report on a trained automaton: its accuracy after hardening, its number of gates, pictures, and code."""
 
 import json
 import shutil
@@ -53,12 +53,16 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Return the shares of grids, from unseen starts, in which every visible cell is correct.
+    """Run the hardened automaton from unseen start states. Return the shares of runs that reach and keep the pattern.
 
-    right   after the number of ticks used in training
-    stands  at every later tick, up to four times that number
-    blinks  at every second one of these later ticks, but not at all of them
-    heals   after the same number of ticks again, once a square has been destroyed
+    Training uses `config.steps` ticks. In every cell, the visible channels must equal the pattern:
+
+    right   at tick `steps`
+    stands  at every tick from `steps + 1` to `4 * steps`
+    blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
+    heals   `steps` ticks after a square of the state at tick `steps` was destroyed
+
+    These names are the keys of the returned dict. The second result is a list with a line to print.
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
     states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
@@ -81,7 +85,12 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 
 
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Return the share of the 512 neighborhoods that are right, and for how many ticks a random board stays right."""
+    """Compare the hardened automaton with the Game of Life.
+
+    Return a dict and a list with a line to print. The dict has `right`, the share of the 512 neighborhoods for which
+    the automaton computes the next state of the center cell as the Game of Life does. It also has `ticks`, the number
+    of ticks from a random board before the first tick with a wrong cell.
+    """
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]
     board = starts(config, UNSEEN, 1, LIFE_GRID)

@@ -1,4 +1,4 @@
-"""The report on a trained logic network: accuracies, gates, code, and speed of the circuit."""
+"""The report on a trained logic network: its accuracies, and the gates, code, and speed of its circuit."""
 
 import io
 import shutil
@@ -47,7 +47,10 @@ def write_report(
     lines: Sequence[str],
     verilog: bool = True,
 ) -> str:
-    """Write the picture of a network's gates and the code of `evaluated`, and return accuracies, `lines`, and speed."""
+    """Write a picture of the gates of `circuit`, and the code of `evaluated`, an equal and possibly simplified circuit.
+
+    Return lines to print: the accuracies, `lines`, and the speed of `evaluated`.
+    """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
     write_atomically(config.run_dir / "circuit.c", (comment + evaluated.to_c("circuit", model.classes)).encode())
