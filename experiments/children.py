@@ -99,7 +99,9 @@ class _Child:
             self.process.join()
             code = self.process.exitcode
             if not self.has_started:
-                raise RuntimeError(f"a child process ended before it had started, with exit code {code}") from None
+                raise RuntimeError(
+                    f"a child process ended with exit code {code} before it was ready for its first task"
+                ) from None
             death = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self.kill()
         said = STACK.sub("", Path(self.stderr.name).read_text(errors="replace"))[-KEPT_CHARACTERS:]

@@ -91,7 +91,7 @@ class Policy:
         try:
             return cls(**given)
         except TypeError as error:
-            raise ValueError(f"Policy.parse: text is {text!r}: {error}") from None
+            raise ValueError(f"Policy.parse: text is {text!r}; wants {wanted} ({error})") from None
 
     def __str__(self) -> str:
         return ",".join(f"{name}={getattr(self, field)}" for name, field in NAMES.items())

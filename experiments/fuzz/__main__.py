@@ -185,7 +185,9 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
     if not config.resume:
         return Found(), seed
     if config.json is None or not config.json.exists():
-        raise UserError(f"--json is {config.json}, which is not a file; wants the file from which --resume continues")
+        raise UserError(
+            f"--json is {config.json}, which is not a file; wants a file of results, from which --resume continues"
+        )
     try:
         kept = json.loads(config.json.read_text())
         counts = collections.defaultdict(
@@ -197,7 +199,7 @@ def _start(config: FuzzConfig, seed: int) -> tuple[Found, int]:
             f"--json is {config.json}, which cannot be resumed ({error}); wants a file that experiments.fuzz wrote"
         ) from None
     if config.seed not in (None, kept["seed"]):
-        raise UserError(f"--seed is {config.seed}; wants {kept['seed']}, the seed in {config.json}")
+        raise UserError(f"--seed is {config.seed}; wants {kept['seed']}, the seed of the run in {config.json}")
     return found, kept["seed"]
 
 

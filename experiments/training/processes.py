@@ -230,7 +230,8 @@ def _call(place):
         settings = _line(link, SETTINGS_BYTES, START_SECONDS)
     except OSError as error:
         raise ConnectionError(
-            f"process 0 sent no settings ({error}): process 0 has ended, or has another {TOKEN}"
+            f"process 0 sent no settings; wants process 0 running, with the value of {TOKEN} that this process has "
+            f"({error})"
         ) from None
     return {0: _lasting(link)}, settings
 

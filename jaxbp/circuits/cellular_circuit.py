@@ -169,7 +169,7 @@ class CellularCircuit:
         if (circuit.inputs, circuit.outputs) != (NEIGHBOURS * channels, channels):
             raise ValueError(
                 f"CellularCircuit: circuit has {circuit.inputs} inputs and {circuit.outputs} outputs; "
-                f"wants {NEIGHBOURS * channels} and {channels}: nine inputs and one output per channel"
+                f"wants {NEIGHBOURS * channels} inputs (nine per channel) and {channels} outputs (one per channel)"
             )
         self.netlist = (circuit if isinstance(circuit, Netlist) else Netlist.of(circuit)).simplify()
         self.channels, self.periodic = channels, periodic

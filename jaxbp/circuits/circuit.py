@@ -50,7 +50,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
     most = np.shape(words)[1] * WORD_BITS
     if not checks.is_int(samples) or not 0 <= samples <= most:
         raise ValueError(
-            f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], the number of samples in the words"
+            f"unpack_bits: samples is {samples!r}; wants an int in [0, {most}], because words has {most} bits per row"
         )
     packed = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(packed, axis=1, count=samples, bitorder="little").T.astype(bool)

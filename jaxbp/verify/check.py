@@ -114,7 +114,8 @@ def check(
         raise ValueError(f"check: order is {order!r}; wants 1, 2, or 3")
     if unknown := set(added) - set(EXTRA_DATA):
         raise ValueError(
-            f"check: added has {', '.join(map(repr, sorted(unknown)))}; wants only names among {', '.join(EXTRA_DATA)}"
+            f"check: the argument added contains {', '.join(map(repr, sorted(unknown)))}; wants only names among "
+            f"{', '.join(EXTRA_DATA)}"
         )
     require_function("check", "op", op)
     if gradient_of is not None:

@@ -388,7 +388,10 @@ def _require_pure(function: Function, shapes: Sequence[Any], program: Any, name:
     with float64():
         again = jax.make_jaxpr(lambda *values: function(*values))(*shapes)
     if _signature(program) != _signature(again):
-        raise TypeError(f"check: {name} has a side effect: two traces of it differ; wants a pure function")
+        raise TypeError(
+            f"check: {name} is not pure: two traces of it differ; wants a function whose result depends "
+            "on its arguments only"
+        )
 
 
 def _signature(program):

@@ -68,8 +68,8 @@ class Kernel:
         config = config or self.heuristic(*arrays, **options)
         if config is None:
             raise NotImplementedError(
-                f"{self.name}: is slower than another kernel or XLA for these arguments, so it has no default config; "
-                "wants config="
+                f"{self.name}: config is None; wants a config, because there is no default config for these arguments: "
+                "another kernel or XLA is faster"
             )
         return self._function(*arrays, config=config, **options)
 

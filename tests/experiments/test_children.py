@@ -50,5 +50,5 @@ def test_a_process_that_does_not_start_is_an_error(monkeypatch):
     absent = types.ModuleType("absent")
     exec("def work(task): pass", vars(absent))
     monkeypatch.setitem(sys.modules, "absent", absent)  # only in this process
-    with pytest.raises(RuntimeError, match="before it had started, with exit code 1"):
+    with pytest.raises(RuntimeError, match="with exit code 1 before it was ready for its first task"):
         list(in_children(absent.work, [1], processes=1, limit=60))

@@ -231,7 +231,8 @@ STATE = random_state(1, 4, 4, 1)
 REFUSED = {
     "a circuit of other channels": (
         lambda: CellularCircuit(life_gates(), 2),
-        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 and 2: nine inputs and one output per channel",
+        "CellularCircuit: circuit has 9 inputs and 1 outputs; wants 18 inputs (nine per "
+        "channel) and 2 outputs (one per channel)",
     ),
     "no channels": (
         lambda: CellularCircuit(life_gates(), 0),

@@ -533,7 +533,7 @@ def test_elements_beyond_the_most_are_held_against_autodiff():
         (
             lambda: check(jaxbp.relu, np.ones(2), added=["tie"]),
             ValueError,
-            "check: added has 'tie'; wants only names among",
+            "check: the argument added contains 'tie'; wants only names among",
         ),
         (lambda: check("relu", np.ones(2)), TypeError, "check: op is 'relu'; wants a function"),
         (lambda: check(jaxbp.relu, np.ones(2), implementations="xla"), TypeError, "'xla'; wants a sequence, say"),

@@ -168,7 +168,7 @@ def counts_its_traces(x):
     [
         (returns_a_float, "returns_a_float returns 3.0, a Python float; wants arrays"),
         (keeps_a_tracer, "check: keeps_a_tracer leaks a tracer"),
-        (counts_its_traces, "check: counts_its_traces has a side effect: two traces of it differ"),
+        (counts_its_traces, "check: counts_its_traces is not pure: two traces of it differ"),
     ],
 )
 def test_wrong_use_is_refused(function, message):
