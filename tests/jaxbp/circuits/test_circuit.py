@@ -62,7 +62,7 @@ def test_what_is_not_packed_or_more_than_is_packed_is_refused():
     with pytest.raises(ValueError, match=r"^pack_bits: bits has shape \(9,\); wants \(samples, features\)"):
         jaxbp.pack_bits(BITS[0])
     words = jaxbp.pack_bits(BITS)
-    with pytest.raises(ValueError, match=r"^unpack_bits: samples is 97; wants an int in \[0, 96\], the number"):
+    with pytest.raises(ValueError, match=r"^unpack_bits: samples is 97; wants an int in \[0, 96\], because words"):
         jaxbp.unpack_bits(words, 97)
     with pytest.raises(ValueError, match=r"^unpack_bits: words has shape \(3,\); wants \(features, words\)"):
         jaxbp.unpack_bits(words[0], 75)
