@@ -243,7 +243,7 @@ def test_a_run_resumes_by_its_directory_alone_and_with_more_epochs(run, tmp_path
 
 
 RESUMED_WRONGLY = {
-    "another setting": (["--resume", "--seed", "7"], "(seed: saved 0, now 7): only epochs may increase"),
+    "another setting": (["--resume", "--seed", "7"], "(seed: saved 0, now 7); wants the saved settings"),
     "fewer epochs": (["--resume", "--epochs", "1"], "(epochs: saved 2, now 1)"),
     "another experiment": (["lenet", "--resume"], "holds a run of toy; wants a run of lenet"),
 }
