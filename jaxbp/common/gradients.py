@@ -90,7 +90,10 @@ def of_floating(gradients: Any, arguments: tuple) -> Any:
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the result of `of_floating` by JAX's autodiff. The gradient of a leaf that is not floating is None."""
+    """Differentiate `function` by JAX's autodiff, and return the gradients that `of_floating` selects.
+
+    dy is the gradient with respect to the function's result. A leaf that is not floating has the gradient None.
+    """
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]
 

@@ -48,7 +48,10 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as a product of the filters and one shifted copy of the images per filter position."""
+    """Compute the convolution as one matrix product per group (im2col).
+
+    Its left factor holds the filters. Its right factor stacks one shifted copy of the images per filter position.
+    """
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []

@@ -1,7 +1,8 @@
 """Calls of the kernels of `conv2d` and its gradients.
 
-Where it is faster on the tensor cores, the convolution or dx is a product with the filter matrix (`_filter_matrix`),
-without transposes. Otherwise, a gradient transposes its arrays to batch-last, and calls a kernel.
+The convolution and dx are products with the filter matrix (`_filter_matrix`) where such a product is faster on the
+tensor cores. These products need no transposes. All other gradients transpose their arrays to batch-last, and call a
+kernel.
 """
 
 import math
@@ -73,7 +74,10 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether the one-pass kernel for dw and db on the tensor cores supports these arrays and is faster."""
+    """Return whether the one-pass kernel computes dw and db on the tensor cores, not the kernels in full float32.
+
+    This needs stride 1, a dtype and precision for the tensor cores, and shapes that the one-pass kernel supports.
+    """
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)

@@ -102,7 +102,7 @@ def conv1d_backward(
       Other arguments: as in `conv1d`.
 
     Returns:
-      (dx, dw, db), in the shapes and dtypes of x, w, and b, where b has w's dtype.
+      (dx, dw, db), in the shapes of x, w, and b: dx in the dtype of x; dw and db in the dtype of w.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv1d`.

@@ -179,7 +179,8 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    Residuals are x and one byte per window of the pool.
+    Residuals are the arguments x, w, and b, and the position of the maximum of each window of the pool. A position takes
+    one byte for windows of up to 255 positions.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
@@ -247,7 +248,7 @@ def conv2d_relu_max_pool2d_backward(
       Other arguments and errors: as in `conv2d_relu_max_pool2d`.
 
     Returns:
-      (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32.
+      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w  # b has the dtype of w

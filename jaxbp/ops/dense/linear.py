@@ -98,8 +98,8 @@ def linear_backward(
       Other arguments and errors: as in `linear`.
 
     Returns:
-      (dx, dw, db) in the dtypes of x and w; db has w's. Half precisions are summed in float32, except for db with
-      "autodiff", which JAX sums in the half precision.
+      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32, except
+      for db with "autodiff", which JAX sums in the half precision.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

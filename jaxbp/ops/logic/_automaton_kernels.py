@@ -32,7 +32,7 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For each lane, the two rows of shared memory that its gate reads, packed into one integer (`_packed`)."""
+    """For each lane, the indices of the two rows of shared memory that its gate reads, packed into one integer."""
 
     forward: Array
     backward: Array
@@ -45,7 +45,7 @@ class Prepared:
 
     Attributes:
       lanes: for each lane, the four coefficients of its gate.
-      wires: for each lane, the rows of shared memory that its gate reads.
+      wires: for each lane, the indices of the rows of shared memory that its gate reads.
       consumers: for each lane, the rows of gradients whose sum is the gradient of its gate's value (`Plan.consumers`).
     """
 
@@ -192,7 +192,7 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """Return for each lane the two rows that its gate reads, packed into one integer."""
+    """Return, for each lane, the indices of the two rows that its gate reads, packed into one integer."""
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)

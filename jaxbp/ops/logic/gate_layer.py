@@ -89,7 +89,7 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Compute `_inputs_of_gates`, but gather from copies of the rows, each of which is read at most once."""
+    """Compute `_inputs_of_gates`, but gather from `max_fan_out` copies of each row. Each copy is read at most once."""
     # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather adds in an
     # order that varies on a GPU. If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):

@@ -198,7 +198,7 @@ def batch_norm_backward(
     with sums over the batch and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's.
+      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
 
     Arguments and errors are as in `batch_norm`.
     """

@@ -135,7 +135,7 @@ def group_norm_backward(
     with means over each group of an example, and sums over the examples and the spatial axes.
 
     Returns:
-      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's.
+      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
 
     Arguments and errors are as in `group_norm`.
     """

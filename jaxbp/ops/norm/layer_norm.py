@@ -240,7 +240,8 @@ def layer_norm_backward(
       Other arguments and errors: as in `layer_norm`.
 
     Returns:
-      (dx, dscale, dbias) in the dtypes of x and scale; dbias has scale's. Half precisions are summed in float32.
+      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
+      Half precisions are summed in float32.
 
     Source: docs/layer_norm.md.
     """

@@ -311,8 +311,8 @@ def layer_norm_linear_backward(
       Other arguments and errors: as in `layer_norm_linear`.
 
     Returns:
-      (dx, dscale, dbias, dw, db) in the dtypes of x, scale, bias, and w; db has w's. Half precisions are summed in
-      float32, except for db with "autodiff", which JAX sums in the half precision.
+      (dx, dscale, dbias, dw, db) in the dtypes of x, scale, bias, w, and w. Half precisions are summed in float32,
+      except for db with "autodiff", which JAX sums in the half precision.
 
     Source: docs/layer_norm.md; for the products, `linear_backward`.
     """
