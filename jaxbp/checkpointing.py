@@ -144,7 +144,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps. `start` is the first step, and `state` the state before it."""
+    """Return the carry after the backward of `length` steps. The first one is `start`, and `state` precedes it."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)

@@ -80,5 +80,5 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
 
 
 def _is_supported(dtypes: set) -> bool:
-    """Return whether there is only one dtype, and it is floating with at least 16 bits. All ops support such a dtype."""
+    """Return whether there is only one dtype, floating with at least 16 bits. All ops support such a dtype."""
     return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

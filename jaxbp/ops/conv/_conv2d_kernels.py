@@ -74,7 +74,7 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether the one-pass kernel computes dw and db on the tensor cores, not the kernels in full float32.
+    """Return whether to compute dw and db by the one-pass kernel on the tensor cores, instead of in full float32.
 
     This needs stride 1, a dtype and precision for the tensor cores, and shapes that the one-pass kernel supports.
     """

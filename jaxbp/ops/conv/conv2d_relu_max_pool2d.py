@@ -179,8 +179,8 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    Residuals are the arguments x, w, and b, and the position of the maximum of each window of the pool. A position takes
-    one byte for windows of up to 255 positions.
+    Residuals are the arguments x, w, and b, and the position of the maximum of each window of the pool. A position
+    takes one byte for windows of up to 255 positions.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.

@@ -1,7 +1,8 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
 In this file, a kernel is a kernel of the convolution: one tree of gates, which moves over the image. It is not a GPU
-kernel. A scan computes one tree after the other. The values that a leaf reads at all positions are a slice of the image.
+kernel. A scan computes one tree after the other. The values that a leaf reads at all positions are a slice of the
+image.
 """
 
 import functools
