@@ -336,5 +336,5 @@ def test_an_empty_batch():
 
 
 def test_steps_are_static():
-    with pytest.raises(ValueError, match="steps is True; wants an int"):
+    with pytest.raises(ValueError, match="steps is True; wants a static int"):
         check_steps("automaton_rollout", "steps", True)
