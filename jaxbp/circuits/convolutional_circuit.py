@@ -96,7 +96,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A kernel counts once, not once per position."""
+        """The number of gates. The gates of a convolution's trees count once, not once per position."""
         return int(self.histogram().sum())
 
     @property
@@ -106,7 +106,8 @@ class ConvolutionalCircuit(ByContent):
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each function in each convolution and layer, `(layers, 16)`. A kernel counts once."""
+        """Count the gates with each of the 16 functions in each convolution and layer, `(layers, 16)`. The gates of a
+        convolution's trees count once, not once per position."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 

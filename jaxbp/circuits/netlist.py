@@ -33,8 +33,8 @@ class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources.
 
     A source is the number of an input or a gate: source i is input i, and source `inputs + g` is gate g. `of` and
-    `from_gates` sort the gates by depth, the largest number of gates on a path from an input, and then by function.
-    `len` returns the number of gates.
+    `from_gates` sort the gates by depth, and gates of equal depth by function. The depth of a gate is the largest
+    number of gates on a path from an input to the gate. `len` returns the number of gates.
 
     Attributes:
       gates: the function of each gate, 0 to 15.

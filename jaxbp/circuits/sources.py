@@ -98,7 +98,10 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of `words`. If `words` is `C_WORDS`, C must not reserve the identifier."""
+    """Require an identifier that is not one of `words`.
+
+    If `words` is `C_WORDS`, refuse identifiers that C and POSIX reserve by their form, too, such as `__x` and `x_t`.
+    """
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"

@@ -126,8 +126,8 @@ class _Sizes(WindowTiles):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory: for weights and barriers, and for each warpgroup's two buffers of a patch and its
-        results."""
+        """Bytes of shared memory for the weights and the barriers, and, for each warpgroup, for two patches and the
+        results of one patch."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES

@@ -207,7 +207,8 @@ class _Program:
     Attributes:
       place: indices of the maxima, in device memory.
       matrices, weights: the weights in device memory and in shared memory.
-      operands, staging: each group's `routed`, and one row of each warpgroup's cell, in shared memory.
+      operands: `routed` of each group, in shared memory.
+      staging: for each warpgroup, one row of the cell that it computes, in shared memory.
       loaded, met: the barrier for the copies of the weights, and the barrier at which all warpgroups meet.
       group: group whose `routed` this warpgroup writes. The last warpgroup writes no `routed`.
     """

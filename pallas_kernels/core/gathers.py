@@ -246,8 +246,9 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory. Each reference is aligned to the bytes of a row of the block.
-        All references of a list have one dtype, and the i-th references of all lists have one length.
+      lists: lists of references `(n,)` to device memory. The address of each reference is a multiple of the size of
+        one row of the block in bytes. All references in a list have the same dtype. References at the same index of
+        different lists have the same length.
       array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. If the block
         reaches beyond the end of the reference, the missing elements are copies of the reference's last element.
     """

@@ -151,8 +151,9 @@ def zeros_like(vector: Array) -> Array:
 def vector_length(*arrays: Array) -> int:
     """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    A vector has at most 4 elements per thread, or 2 with mixed dtypes. A thread loads up to 8 bytes at once: 4 elements
-    in half precision, but only 2 in float32. Only vectors with the same number of elements per load can be combined.
+    The threads of a CTA share a vector. Each thread has at most 4 of its elements, or 2 if the arrays have different
+    dtypes. The reason for 2 is that a thread loads up to 8 bytes at once, which are 4 elements in half precision but
+    only 2 in float32, and that vectors can be combined only if their loads have the same number of elements.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2

@@ -240,8 +240,11 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Return three ranges of steps. All are added to dw, and only the second is added to db. Together, the second
-        ranges of all tiles in a row of tiles cover each step once."""
+        """Divide the tile's steps over the batch into three consecutive ranges.
+
+        The products of all ranges are added to dw. Only the products of the second range are also added to db. All
+        tiles in a row of tiles contribute to the same db, so their second ranges together cover each step once.
+        """
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

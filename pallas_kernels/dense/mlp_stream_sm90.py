@@ -85,7 +85,10 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the operand times a product's weights. Products must be computed in order."""
+        """Return `operand` times the weights of the matrix product with this number.
+
+        Call this once per product, in the order of the numbers, because the weights are loaded in this order.
+        """
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
         ahead = self.stages.shape[0] - 1

@@ -1,9 +1,15 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders.
 
-A CTA takes consecutive inputs of the trail. It loads their rows of x, their consumers' rows of dy, and the rows of x of
-their consumers' other inputs into registers, all at once. It computes dx in registers, and sums dc over the lanes in
-shared memory. Either all inputs must have two consumers each, or all must have four. `backward` has the formulas and
-the arguments, and `Graph` describes the trail.
+A CTA computes the gradients of several inputs of the layer, which are consecutive in the order of the trail. A consumer
+of an input is a gate that reads it. For each input, the CTA loads three kinds of rows into registers, all at once:
+
+- the row of x of the input,
+- the row of dy of each consumer,
+- the row of x of each consumer's other input.
+
+From these rows it computes dx in registers, and dc, the gradient with respect to the coefficients, which it sums over
+the lanes in shared memory. Either all inputs must have two consumers each, or all must have four. `backward` has the
+formulas and the arguments, and `Graph` describes the trail.
 """
 
 import dataclasses

@@ -69,7 +69,8 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    PyTorch does not count the memory of a CUDA graph that PyTorch's compiler captures, so `COMPILED_STEP` has none.
+    The memory of `COMPILED_STEP` is not measured, because PyTorch does not count the memory of a CUDA graph that
+    PyTorch's compiler captures.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does

@@ -2,8 +2,8 @@
 
 The networks use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations of a gate. `raw` has 16
 logits per gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like jaxbp's `input_wise` and
-`walsh`. The results of `raw` and `light` are compared with float64 results of jaxbp's network. `warp` has no error,
-because it computes a different function than `walsh`: see `WARP`.
+`walsh`. The results of `raw` and `light` are compared with float64 results of jaxbp's network. The results of `warp`
+are compared with nothing, because it computes a different function than `walsh`: see `WARP`.
 """
 
 import functools
