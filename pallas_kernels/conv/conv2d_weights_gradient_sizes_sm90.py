@@ -178,8 +178,8 @@ class _PooledSizes(Sizes):
 
 
 class _ConvolutionSizes(Sizes):
-    """Sizes of the tiles of the kernel `correlate_batch`, and of its shared memory. Each stage of its pipeline holds one
-    tile of x and one of dy, the operands of the matrix product."""
+    """Sizes of the tiles of the kernel `correlate_batch`, and of its shared memory. Each stage of its pipeline holds
+    one tile of x and one of dy, the operands of the matrix product."""
 
     @property
     def gradient_rows(self) -> int:
