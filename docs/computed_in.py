@@ -132,7 +132,8 @@ def table() -> str:
             f"Results and gradients have the dtype {_text(results)}. "
             "XLA's products are summed in float32, and then rounded to the dtype in the table. "
             "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
-            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`.",
+            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`. An empty cell means that "
+            "an op has no such computation, or saves no array.",
         ]
     )
 
