@@ -128,10 +128,12 @@ def table() -> str:
         [
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
-            f"Results and gradients have the dtype {_text(results)}. *half* is the dtype of the inputs, "
-            f"{' or '.join(HALVES)}. XLA's products are summed in float32, and then rounded to the dtype in the table. "
+            f"*half* is the dtype of the inputs, {' or '.join(HALVES)}. "
+            f"Results and gradients have the dtype {_text(results)}. "
+            "XLA's products are summed in float32, and then rounded to the dtype in the table. "
             "\\*: a bias is added in half precision to the rounded product. The row of `conv1d` is for depthwise "
-            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`.",
+            "convolutions. Other convolutions of `conv1d` are computed as in `conv2d`. An empty cell means that "
+            "an op has no such computation, or saves no array.",
         ]
     )
 

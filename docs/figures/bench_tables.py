@@ -77,7 +77,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     count = f"`None` takes {band} the time of `autodiff` in {inside}."
     lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
     table = markdown(["workload, µs", "`None`", "`autodiff`", "time of `None` / `autodiff`"], lines)
-    return f"{count} The table lists the others.\n\n{table}" if outside else count
+    return f"{count} The table lists the other workloads.\n\n{table}" if outside else count
 
 
 def formulations(reports: Reports) -> str:
