@@ -1,4 +1,4 @@
-"""Pairs of element-wise ops, which share their kernels.
+"""Pairs (a forward and its backwards) of element-wise ops. All pairs use the kernels `elementwise` and `sum_over`.
 
 Half precisions are computed in float32. Gradients are summed over broadcast axes.
 """
@@ -27,9 +27,9 @@ class Elementwise(Pair):
     Args:
       forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: `gradient` in operations that kernels support, if they differ.
-      keeps_result: whether to keep y, which the next op often keeps, too, instead of x. `gradient(dy, y)` must equal
-        `gradient(dy, x)`.
+      in_kernels: a `gradient` for the kernels, if `gradient` has operations that kernels do not support, or None.
+      keeps_result: whether to keep the result y for the backward, instead of the argument x. This saves memory if the
+        next op keeps y, too. `gradient(dy, y)` must equal `gradient(dy, x)`.
       linear_in, default, default_vjp: as in `Pair`.
     """
 
@@ -87,12 +87,14 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """A pair of element-wise formulas with a number named `number`, which is static or an array of shape ().
+    """An element-wise op with a parameter that is a static number or a differentiable array of shape ().
 
     Args:
+      number: the parameter's name.
       forward: `forward(*arrays, number)`, in jnp.
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: the gradient of the number, before it is summed.
+      number_gradient: `number_gradient(dy, *arrays, number)`. It returns the contribution of each element to the
+        gradient with respect to the number.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -131,13 +133,13 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the leading axis of each array as a batch axis, unless it is broadcast."""
+    """Return the leading axis of each array as a batch axis, unless the array is broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
 
 def _in_shapes_of(arrays, gradients):
-    """Return the gradients in the shapes and dtypes of their arrays, as a tuple unless there is only one."""
+    """Return each gradient in the shape and dtype of its array, as a tuple unless there is only one array."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
 
@@ -157,7 +159,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by one kernel for arrays that were not broadcast, and one per other array."""
+    """Compute the gradients by one kernel for all arrays that are not broadcast, and one kernel per broadcast array."""
 
     def select(wanted):
         def formula(*values):

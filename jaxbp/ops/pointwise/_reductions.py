@@ -1,4 +1,4 @@
-"""Pairs of reductions. `axis` is a tuple, and `shape` is the shape of the reduced array."""
+"""Pairs (a forward and its backwards) of reductions. `axis` is a tuple, and `shape` is the shape of the argument a."""
 
 import functools
 import math
@@ -48,8 +48,10 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, with an element-wise `formula`."""
-    # The result of the forward is rounded, so the statistics are recomputed. In one program, XLA computes them once.
+    """Return backwards in jnp and as a kernel. Both compute the element-wise
+    `formula(dy, a, *statistics(a, axis), **options)`."""
+    # The forward's result is rounded, so the backward computes the statistics again from a. If forward and backward are
+    # in one program, XLA computes the statistics once.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
         wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
@@ -117,7 +119,7 @@ def included_count(where, shape, axis, keepdims):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `largest_and_total`, but a total of 1 where all elements are -inf, so that the gradient is 0."""
+    """Return `largest_and_total(a, axis)`, with a total of 1 where all elements are -inf. The gradient is then 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
@@ -152,7 +154,7 @@ def _places(shape, axis):
 
 
 def _extreme(reduction, neutral, exceeds):
-    """Return the forward of `max` or `min`. `neutral` is the result of a reduction of nothing."""
+    """Return the forward of `max` or `min`. `neutral` is the result for no elements."""
 
     def forward(a, where, *, initial, **options):
         y = _reduced_where(reduction, neutral)(a, where, **options)
@@ -174,7 +176,7 @@ def _save_first(forward):
 
         @extreme.defjvp
         def _(primals, tangents):
-            # For second derivatives. Autodiff would split the tangent of y among all elements that equal y.
+            # This rule serves second derivatives. Autodiff would use the tangents of all elements that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)

@@ -1,9 +1,9 @@
 """Activation functions.
 
-Every function takes x of any shape and floating dtype (kernels: float32, bfloat16, float16), and returns an array of
-x's shape and dtype. Half precisions are computed in float32. With `implementation=None`, the fastest runs. In every
-backward, `dy` is the gradient with respect to y. A dtype that is not floating raises a TypeError, and shapes that do
-not fit a ValueError.
+Every function takes x of any shape and floating dtype, and returns an array of x's shape and dtype. The kernels support
+only float32, bfloat16, and float16. Half precisions are computed in float32. With `implementation=None`, the fastest
+implementation runs. In every backward, `dy` is the gradient with respect to y. A dtype that is not floating raises a
+TypeError. Shapes that do not fit raise a ValueError.
 """
 
 import math
@@ -86,7 +86,10 @@ _SATURATION = 1000.0
 
 
 def _saturating(function):
-    """Return `function(x)`, but 0 or x beyond ±`_SATURATION`, where it may multiply 0 by infinity."""
+    """Return `function`, replaced by 0 below `-_SATURATION` and by x above `_SATURATION`.
+
+    For such x, `function` itself may multiply 0 by infinity.
+    """
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -97,7 +100,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`, beyond which slopes are constant. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`. Beyond these bounds, the activations have constant slopes. NaN stays NaN."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -133,9 +136,10 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return a pair for `softmax` or `log_softmax` over axes. `excluded` is the result for excluded elements.
+    """Return the pair of `softmax` or `log_softmax`. `excluded` is the result for elements that `where` excludes.
 
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. It uses x, because y is rounded.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The backward computes p from x,
+    because the forward's y is rounded to x's dtype.
     """
 
     def forward(x, where, *, axis):
@@ -204,7 +208,7 @@ def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: I
 def leaky_relu_backward(
     dy: AnyFloats, x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `leaky_relu`: `dx = dy where x > 0, else negative_slope dy`."""
+    """Gradient of `leaky_relu` with respect to x: `dx = dy where x > 0, else negative_slope dy`."""
     return _LEAKY_RELU.backward_of(implementation, dy, {"x": x}, negative_slope)
 
 
@@ -224,7 +228,7 @@ def prelu_backward(
 ) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
     """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`.
 
-    The sum is over the axes along which alpha is broadcast.
+    The sum Σ is over the axes along which alpha is broadcast.
     """
     _check_alpha("prelu_backward", x, alpha)
     return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
@@ -250,15 +254,15 @@ def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = N
 
 
 def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `elu`: `dx = dy where x > 0, else dy alpha eˣ`."""
+    """Gradient of `elu` with respect to x: `dx = dy where x > 0, else dy alpha eˣ`."""
     return _ELU.backward_of(implementation, dy, {"x": x}, alpha)
 
 
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
-    """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the normal distribution function.
+    """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the standard normal distribution function.
 
-    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, which is PyTorch's `approximate="tanh"`. At -inf
-    y is 0.
+    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, which is PyTorch's `approximate="tanh"`. At
+    x = -inf, y is 0.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
@@ -268,16 +272,17 @@ def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementati
 def gelu_backward(
     dy: AnyFloats, x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None
 ) -> Floats:
-    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the normal density.
+    """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the standard normal density.
 
-    With `approximate`, it is `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the forward's tanh.
+    With `approximate`, `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh in `gelu`'s
+    formula.
     """
     approximate = checks.boolean("gelu_backward", "approximate", approximate)
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
 
 
 def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Sigmoid linear unit, `y = x σ(x)`, also called swish. At -inf y is 0.
+    """Sigmoid linear unit, `y = x σ(x)`, also called swish. At x = -inf, y is 0.
 
     Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
     """
@@ -290,7 +295,7 @@ def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Mish, `y = x tanh(softplus(x))`. At -inf y is 0.
+    """Mish, `y = x tanh(softplus(x))`. At x = -inf, y is 0.
 
     Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
     """
@@ -319,10 +324,10 @@ def softmax(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, over one or several axes; None for all. The largest x is subtracted first.
+    """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    The boolean array `where` broadcasts to x. Elements that it excludes are not summed. They have y = 0 and a gradient
-    of 0, even if they are NaN.
+    The largest x is subtracted first, so no exponential overflows. The boolean array `where` broadcasts to x. An
+    element where it is False is excluded from the sum. The element's y and gradient are 0, even if its x is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -336,7 +341,10 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y computed from x, without rounding."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`.
+
+    y is computed from x, because the forward's y is rounded to x's dtype.
+    """
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
@@ -350,7 +358,7 @@ def log_softmax(
 ) -> Floats:
     """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, with `axis` and `where` as in `softmax`.
 
-    Excluded elements have y = -inf and a gradient of 0.
+    Elements that `where` excludes have y = -inf and a gradient of 0.
     """
     x, where, axis = _check("log_softmax", axis, where, x=x)
     return _LOG_SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -364,8 +372,10 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, without excluded elements, and with y computed from x,
-    without rounding."""
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with the sum over the included elements.
+
+    y is computed from x, because the forward's y is rounded to x's dtype.
+    """
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 

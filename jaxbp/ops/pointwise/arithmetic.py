@@ -1,9 +1,10 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function takes floating `x1` and `x2` in shapes that broadcast (aligned from the right). One of them may be a
-number. The result has the dtype to which `jax.numpy` promotes both. With `implementation=None`, the fastest runs. In
-every backward, `dy` is the gradient with respect to the result. A backward returns `(dx1, dx2)` in the shapes and
-dtypes of x1 and x2, summed over broadcast axes. Invalid arguments raise a TypeError or a ValueError.
+Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast (aligned from the right). Either
+x1 or x2 may be a number. The result has the dtype to which `jax.numpy` promotes x1 and x2. With `implementation=None`,
+the fastest implementation runs. In every backward, `dy` is the gradient with respect to the result. A backward returns
+`(dx1, dx2)`. Each gradient has the shape and dtype of its argument. It is summed over the axes along which the argument
+is broadcast. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -76,7 +77,10 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return the product as a sum of two numbers: the exact product of the upper halves of the digits, and the rest."""
+    """Return `a b` as a sum of two numbers: the product of the upper halves of a's and b's digits, and the rest.
+
+    The first number is exact.
+    """
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
@@ -138,7 +142,10 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names. Python numbers, also those that JAX made arrays, are promoted."""
+    """Return x1 and x2 by their names, with numbers converted to the promoted dtype.
+
+    A number is a Python number, or a weakly typed array, which JAX makes from a Python number.
+    """
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
     if arrays and any(map(_is_number, (x1, x2))):
         is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
@@ -182,12 +189,12 @@ def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implemen
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Quotient, `y = x1 / x2`. It is infinite where x2 is 0, and NaN where both are 0."""
+    """Quotient, `y = x1 / x2`. Where x2 is 0, y is infinite, or NaN if x1 is 0, too."""
     return _DIVIDE.of(implementation, _operands(x1, x2))
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`. Where x2 is 0, they are infinite or NaN."""
+    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`. Where x2 is 0, dx1 and dx2 are infinite or NaN."""
     return _DIVIDE.backward_of(implementation, dy, _operands(x1, x2))
 
 
@@ -200,8 +207,8 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
     Where x1 is 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1,
-    and infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, otherwise dy times -inf, the limit for x1 from the
-    right. Where x1 is negative, dx2 is NaN.
+    and infinite for x2 < 0. Where x1 is 0, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1
+    approaches 0 from above. Where x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 
@@ -212,8 +219,8 @@ def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0. Equal elements
-    get half of dy each."""
+    """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0. Where x1 equals
+    x2, both dx1 and dx2 are dy / 2."""
     return _MAXIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
@@ -223,8 +230,8 @@ def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0. Equal elements
-    get half of dy each."""
+    """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0. Where x1 equals
+    x2, both dx1 and dx2 are dy / 2."""
     return _MINIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 

@@ -1,8 +1,8 @@
 """Element-wise functions of one array.
 
-Every function takes `x` of any shape and floating dtype and returns an array of this shape and dtype. With
-`implementation=None`, the fastest runs. In every backward, `dy` is the gradient with respect to the result. Invalid
-arguments raise a TypeError or a ValueError.
+Every function takes `x` of any shape and floating dtype and returns an array of x's shape and dtype. With
+`implementation=None`, the fastest implementation runs. In every backward, `dy` is the gradient with respect to the
+result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -20,15 +20,16 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # The derivative of `rsqrt` overflows for small x, and infinity times a dy of 0 would be NaN.
+    # The formula avoids `rsqrt`, whose derivative overflows for small x. In second derivatives, a dy of 0 times this
+    # infinity would be NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
-# `jnp.abs` has the slope 1 at 0 in newer versions of JAX.
+# The slope at 0 is 0 here. In newer versions of JAX, `jnp.abs` has the slope 1 at 0.
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
-# With a minimum of a maximum, the gradient at a bound would be dy / 2.
+# If the forward were a minimum of a maximum, autodiff would give dy / 2 at a bound.
 _CLIP = Elementwise(
     "clip",
     lambda arr, *, min, max: jnp.where(arr < min, min, jnp.where(arr > max, max, arr)),
@@ -47,22 +48,22 @@ def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Natural logarithm, `y = ln x`. It is -inf at 0, and NaN below 0."""
+    """Natural logarithm, `y = ln x`. y is -inf at x = 0, and NaN for x < 0."""
     return _LOG.of(implementation, {"x": x})
 
 
 def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `log`: `dx = dy / x`, infinite at 0."""
+    """Gradient of `log`: `dx = dy / x`, which is infinite at x = 0."""
     return _LOG.backward_of(implementation, dy, {"x": x})
 
 
 def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Square root, `y = √x`. It is NaN below 0."""
+    """Square root, `y = √x`. y is NaN for x < 0."""
     return _SQRT.of(implementation, {"x": x})
 
 
 def sqrt_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `sqrt`: `dx = dy / (2 √x)`, infinite at 0."""
+    """Gradient of `sqrt`: `dx = dy / (2 √x)`, which is infinite at x = 0."""
     return _SQRT.backward_of(implementation, dy, {"x": x})
 
 
@@ -99,9 +100,9 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`. `min` and `max` are the numbers lower and upper, or None.
+    """Clip to bounds, `y = min(max(arr, lower), upper)`. The argument `min` is lower, and `max` is upper.
 
-    NaN stays NaN. Bounds in the wrong order raise a ValueError.
+    Each bound is a number, or None for no bound. NaN stays NaN. If lower exceeds upper, a ValueError is raised.
     """
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
@@ -114,7 +115,7 @@ def clip_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `clip`: `dy` where arr is within the bounds or on a bound, else 0."""
+    """Gradient of `clip`: `dy` where arr is between the bounds or equal to a bound, else 0."""
     return _CLIP.backward_of(implementation, dy, {"arr": arr}, **_bounds("clip_backward", min, max))
 
 

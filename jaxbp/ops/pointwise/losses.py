@@ -1,7 +1,7 @@
 """Losses that compare predictions with targets of the same shape.
 
-All arguments are floating and have the same shape, without broadcasting; others raise a TypeError or a ValueError. With
-`implementation=None`, the fastest runs. In every backward, `dy` is the gradient with respect to the loss.
+Predictions and targets are floating arrays of the same shape, without broadcasting. Other arguments raise a TypeError
+or a ValueError. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the gradient with respect to the loss.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
-"""With respect to predictions and targets."""
+"""The gradients with respect to predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
@@ -47,13 +47,13 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, or 0 where x and y are 0, with the derivatives -inf and 0."""
+    """Return `x ln y`. Where x and y are 0, return 0, with the derivative -inf in x and 0 in y."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x * log`, but 0 where `at_zero` (x is 0 and log is -inf), with the derivative -inf with respect to x."""
+    """Return `x * log`. Where `at_zero` (x is 0 and log is -inf), return 0, with the derivative -inf in x."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -64,7 +64,7 @@ def _huber(predictions, targets, delta):
 
 
 def _huber_gradients(dy, predictions, targets, delta):
-    # With a minimum of a maximum, the slope at a bound would be a half instead of 1.
+    # For a minimum of a maximum, autodiff would give the slope 1/2 instead of 1 where |error| = delta.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -85,7 +85,7 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """Return `ln x`, with the derivative 0 at 0: infinity times a cotangent of 0 would be NaN."""
+    """Return `ln x`, with the derivative 0 at x = 0, because infinity times a cotangent of 0 would be NaN."""
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -119,7 +119,7 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the logarithms of the forward. For only the backward, both are equally fast.
+    # On a GPU, autodiff reuses the logarithms of the forward. For the backward alone, it is as fast as XLA.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -173,7 +173,7 @@ def _loss_backward(op, implementation, dy, **arrays):
 
 
 def _checked(op, **arrays):
-    """Return the checked arrays by their names, promoted to one dtype. dy has the shape of the loss."""
+    """Return the checked arrays by their names, promoted to one dtype. dy must have the shape of the loss."""
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:
@@ -223,7 +223,7 @@ def huber(
     predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
     """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
-    `e = predictions - targets`. delta is at least 0: a number, or a differentiable array of shape ().
+    `e = predictions - targets`. delta is a number of at least 0, or a differentiable array of shape ().
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
@@ -238,7 +238,8 @@ def huber_backward(
     *,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`."""
+    """Gradients of `huber`: `dpredictions = dy min(max(e, -delta), delta)`, and `dtargets = -dpredictions`, where
+    `e = predictions - targets`."""
     arrays = dict(predictions=predictions, targets=targets)
     dy = _checked("huber_backward", dy=dy, **arrays)["dy"]
     return _HUBER.backward_of(implementation, dy, arrays, delta, low=0.0)
@@ -249,8 +250,8 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. A correct probability of 0 or 1 has
-    the loss 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
+    The probabilities p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. Where p and y are
+    both 0 or both 1, the loss is 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
     """
     return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
 
@@ -258,7 +259,8 @@ def binary_cross_entropy(
 def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` for the labels.
+    """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` with
+    respect to the labels y.
 
     For y = 0, dp is dy times `1 / (1 - p)`, and for y = 1, dy times `-1 / p`, at any p.
     """
@@ -274,11 +276,11 @@ def sigmoid_binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of logits, `loss = -w y ln σ(x) - (1 - y) ln σ(-x)`, element by element, computed without overflow.
 
-    A correct infinite logit has the loss 0.
+    An infinite logit with the correct sign (inf for y = 1, -inf for y = 0) has the loss 0.
 
     Args:
       logits, labels: x and y. The labels are in [0, 1], and may be integers or booleans.
-      pos_weight: w, the weight of positive labels: a number, or an array that broadcasts to the logits. None is 1.
+      pos_weight: w, the weight of positive labels: a number, an array that broadcasts to the logits, or None for 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
     op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY
@@ -294,7 +296,10 @@ def sigmoid_binary_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Gradients:
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
-    `dlabels = dy (ln σ(-x) - w ln σ(x))`. For w = 1, they are `dy (σ(x) - y)` and `-dy x`."""
+    `dlabels = dy (ln σ(-x) - w ln σ(x))`.
+
+    For w = 1, dlogits is `dy (σ(x) - y)`, and dlabels is `-dy x`. The gradient with respect to w is not returned.
+    """
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
     vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
@@ -323,8 +328,8 @@ def kl_divergence(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
-    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, of the targets p and the
-    logarithms q of the predictions. A term with p_k = 0 is 0.
+    """Kullback-Leibler divergence, `loss = Σ_k p_k (ln p_k - q_k)` over the last axis, where p are the targets, and q
+    are the logarithms of the predictions. A term with p_k = 0 is 0.
 
     Source: S. Kullback and R. Leibler, "On information and sufficiency", 1951.
     """
@@ -338,5 +343,6 @@ def kl_divergence_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, infinite where p_k is 0."""
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, where p are the targets,
+    and q are the logarithms of the predictions. Where p_k is 0, dp_k is infinite."""
     return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

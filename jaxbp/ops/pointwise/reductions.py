@@ -1,10 +1,10 @@
 """Reductions over any axes.
 
-Every function takes `a`, of any shape and floating dtype, and, as in `jax.numpy`, `axis` (one int, several, or None for
-all) and `keepdims`. `where` is a boolean array that broadcasts to a, or None. Excluded elements have a gradient of 0,
-even if they are NaN. Results have a's dtype. Half precisions are summed in float32. With `implementation=None`, the
-fastest runs. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or
-a ValueError.
+Every function takes `a`, of any shape and floating dtype. `axis` is one int, several ints, or None for all axes.
+`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a. Elements where it is False are
+excluded: they do not count, and their gradient is 0, even if they are NaN. Results have a's dtype. Half precisions are
+summed in float32. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the gradient
+with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def sum(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Sum, `y = Σᵢ aᵢ`. A sum of nothing is 0."""
+    """Sum, `y = Σᵢ aᵢ`. The sum of no elements is 0."""
     return _reduce(SUM, implementation, a, axis, keepdims, where)
 
 
@@ -92,7 +92,7 @@ def mean(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Mean of n elements, `y = 1/n Σᵢ aᵢ`, where n counts included elements. A mean of nothing is NaN."""
+    """Mean of n elements, `y = 1/n Σᵢ aᵢ`, where n counts the included elements. If n is 0, y is NaN."""
     return _reduce(MEAN, implementation, a, axis, keepdims, where)
 
 
@@ -105,7 +105,7 @@ def mean_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `mean`: `daᵢ = dy / n`."""
+    """Gradient of `mean`: `daᵢ = dy / n`, where n counts the included elements."""
     return _backward(MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
@@ -118,7 +118,7 @@ def var(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`, where n counts included elements.
+    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`, where n counts the included elements.
 
     If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not support `where`.
     """
@@ -135,7 +135,7 @@ def var_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
+    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`, where n counts the included elements."""
     return _backward(VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
 
 
@@ -150,7 +150,7 @@ def max(
 ) -> Reduced:
     """Maximum, `y = maxᵢ aᵢ`; NaN if an element is NaN.
 
-    y is at least `initial`. If `where` excludes all elements, y is `initial`, or -inf.
+    y is at least `initial`. If `where` excludes all elements, y is `initial`, or -inf if `initial` is None.
     """
     return _reduce(MAX, implementation, a, axis, keepdims, where, initial=_initial("max", initial))
 
@@ -165,9 +165,9 @@ def max_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `max`: `daᵢ = dy` at the first maximum (or NaN) in row-major order, else 0.
+    """Gradient of `max`: `daᵢ = dy` at the first maximum in row-major order, else 0. If y is NaN, the first NaN gets dy.
 
-    If `initial` is larger than all elements, da is 0. JAX's autodiff splits dy among equal maxima.
+    If `initial` is larger than all elements, da is 0. JAX's autodiff would instead split dy among equal maxima.
     """
     initial = _initial("max_backward", initial)
     return _backward(MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -184,7 +184,7 @@ def min(
 ) -> Reduced:
     """Minimum, `y = minᵢ aᵢ`; NaN if an element is NaN.
 
-    y is at most `initial`. If `where` excludes all elements, y is `initial`, or inf.
+    y is at most `initial`. If `where` excludes all elements, y is `initial`, or inf if `initial` is None.
     """
     return _reduce(MIN, implementation, a, axis, keepdims, where, initial=_initial("min", initial))
 
@@ -199,9 +199,9 @@ def min_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `min`: `daᵢ = dy` at the first minimum (or NaN) in row-major order, else 0.
+    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0. If y is NaN, the first NaN gets dy.
 
-    If `initial` is smaller than all elements, da is 0.
+    If `initial` is smaller than all elements, da is 0. JAX's autodiff would instead split dy among equal minima.
     """
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -217,7 +217,7 @@ def logsumexp(
 ) -> Reduced:
     """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
 
-    If all elements are -inf or excluded, y is -inf, with a gradient of 0.
+    If every element is -inf or excluded, y is -inf, and the gradient is 0.
     """
     return _reduce(LOGSUMEXP, implementation, a, axis, keepdims, where)
 
@@ -231,7 +231,7 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, computed without y, because y is rounded."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, computed from a alone, because y is rounded."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 

@@ -1,6 +1,7 @@
 """Rotary embedding: pairs of features are rotated by angles that grow with the position of a token.
 
-A rotation is linear, and its transpose is the rotation by the opposite angle. The backward needs only the positions.
+A rotation is linear, and its transpose is the rotation by the opposite angle. Therefore, the forward saves only the
+positions for the backward.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def _residuals(x, positions, **options):
 
 
 def _batch_axes(dy, positions):
-    """Return the leading axis of each array as a batch axis, unless it is broadcast."""
+    """Return the leading axis of each array as a batch axis, unless the array is broadcast along it."""
     if dy.ndim == 1:
         return Axes({})
     return Axes({0: 0, 1: 0} if len(positions) == len(dy) else {0: 0})
@@ -100,20 +101,20 @@ def rotary_embedding(
     """Rotary embedding (RoPE), `y1 = x1 cos θ - x2 sin θ, y2 = x2 cos θ + x1 sin θ` for each pair of features (x1, x2).
 
     The angle of pair i at position p is `θ = p frequencies_i`, with `frequencies_i = base ** (-2 i / head_dim)` by
-    default.
+    default. Pairs are counted from 0.
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers, with one axis per leading axis of x, of its size or of size 1. For x of shape
-        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      positions: integers, with one axis per leading axis of x. Each axis has the size of x's axis, or size 1. If x has
+        shape `(batch, length, heads, head_dim)`, positions have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: a number of at least 1.
-      frequencies: one number per pair, in radians per position, which replaces `base`, or None.
-      interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, it
+      frequencies: one number per pair, in radians per position, or None. If given, `base` is not used.
+      interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i
         consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
       implementation: None for the fastest.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. In float32, positions from 2^24 on are rounded.
+      y, in x's dtype, computed in float32 or wider. In float32, positions above 2^24 are rounded.
 
     Raises:
       TypeError: a type or dtype is wrong.
