@@ -1,4 +1,4 @@
-"""Checks of arguments, made when an op is traced."""
+"""Checks of the arguments of ops. They run when an op is traced, and raise a TypeError or a ValueError."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AnyFloats = Float[AnyArray, "*shape"]
 Floats = Float[Array, "*shape"]
 """A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""Says which elements an op includes. It broadcasts to the array that it selects from."""
+"""A mask, which is True for the elements that an op includes. It broadcasts to the array that has these elements."""
 Number = float | Float[AnyArray, ""]
 """A static number, or an array that may be traced."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
@@ -46,7 +46,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require a shape. In `wanted`, "batch" means any size, and another string any size except 0."""
+    """Require that `a` has the shape `wanted`. There, "batch" is any size, and any other string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -59,7 +59,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 def scale_and_bias(
     op: str, x: Array, size: tuple[int, ...], scale: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Return scale and bias of shape `size`. None becomes ones and zeros, in x's dtype."""
+    """Return scale and bias of shape `size`. A scale of None becomes ones, and a bias of None zeros, in x's dtype."""
     for name, a in (("scale", scale), ("bias", bias)):
         if a is not None:
             shape(op, name, a, *size)
@@ -109,14 +109,14 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels of element-wise functions and reductions do not support the arrays, or None."""
+    """Return why the kernels of element-wise ops and reductions do not support the arrays, or None if they do."""
     if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels do not support the dtypes, or None."""
+    """Return why the kernels do not support the dtypes of the arrays, or None if they do."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -128,11 +128,15 @@ def array(op: str, name: str, a: Any) -> Array:
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     if isinstance(a, Array) and not isinstance(a, jax.core.Tracer):
         return a
-    return jnp.asarray(a)  # A Python number inside a tracer of `grad` becomes an array.
+    return jnp.asarray(a)  # A tracer of `jax.grad` may hold a Python number, which becomes an array.
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as a boolean array that broadcasts to the shape with as many axes, else to the first, or None."""
+    """Return `where` as a boolean array, or None.
+
+    `where` must broadcast to the shape in `shapes` with equally many axes. If there is none, it must broadcast to the
+    first shape.
+    """
     if where is None:
         return None
     where = array(op, "where", where)

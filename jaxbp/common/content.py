@@ -13,12 +13,12 @@ class ByContent:
     """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, and other values by equality.
 
     `jax.jit` then compiles once for equal static arguments. The hash is computed once, so the arrays must not change.
-    An object with a tracer or another array that is not concrete is equal only to itself.
+    If one of an object's arrays is a tracer or lies partly on other hosts, the object is equal only to itself.
     """
 
     @functools.cached_property
     def _content(self) -> Any:
-        """Return a hashable value that determines the content, or None if an array is not concrete."""
+        """Return a hashable value that determines the content. It is None if an array is a tracer or on other hosts."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         leaves, structure = jax.tree.flatten(fields)
         if not all(map(_is_concrete, leaves)):

@@ -1,4 +1,4 @@
-"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes have size 1 here."""
+"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes stay in the results, with size 1."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,23 @@ from jax.typing import DTypeLike
 
 
 def upcast(a: Array) -> Array:
-    """Convert half precisions to float32. Integers are unchanged."""
+    """Convert half precisions to float32. Other dtypes are unchanged."""
     return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is true or None, else `other`. Excluded elements, even NaN, have a gradient of 0."""
+    """Return `a` where `where` is True, else `other`. If `where` is None, return `a`.
+
+    Elements of `a` where `where` is False have a gradient of 0, even if they are NaN.
+    """
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
 def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
-    """Return `a` with excluded elements set to -inf, or to 0 if all are excluded, so that no softmax is NaN."""
+    """Return `a` with the elements where `where` is False set to -inf, so that a softmax over `axis` ignores them.
+
+    If `where` is False for all elements along `axis`, they become 0, because the softmax of only -inf is NaN.
+    """
     if where is None:
         return a
     where = jnp.broadcast_to(where, a.shape)
@@ -28,18 +34,18 @@ def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> 
 
 
 def wide(dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype in which elements of a floating dtype are summed."""
+    """Return the dtype in which elements of a floating dtype are summed: float32, or float64 for float64."""
     # The promotion also takes place if `jax.numpy_dtype_promotion` is "strict".
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
-    """Return the mean of included elements, rounded to float32 or wider, and its rounding error.
+    """Return the mean of the included elements, in float32 or wider, and the rest, which is the mean's rounding error.
 
-    Deviations `(a - mean) - rest` keep their digits if the numbers are far from zero.
+    Deviations `(a - mean) - rest` keep their digits even if the elements of `a` are far from zero.
     """
-    # The sum of mean and rest is the same for any mean, so the mean needs no gradient.
+    # `mean + rest` does not depend on the value of `mean`, so `mean` needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)
 
@@ -55,15 +61,19 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return `exp(a - largest)` and its sum, in float32 or wider."""
-    # XLA compiles this to one kernel, unless the code tests whether the largest element is finite.
+    """Return `exp(a - largest)` and its sum, in float32 or wider, where `largest` is the largest element."""
+    # XLA compiles this code to one kernel. A test of whether `largest` is finite, as in `largest_and_total`, prevents that.
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)
     return e, jnp.sum(e, axis=axis, keepdims=True)
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores, as in half precision, or in TF32 unless it is excluded."""
+    """Return whether products may run on the tensor cores.
+
+    They may in dtypes other than float32. In float32, they may unless `precision` excludes TF32. If `precision` is None,
+    JAX's default precision decides.
+    """
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

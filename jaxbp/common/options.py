@@ -13,7 +13,7 @@ REMEMBERED = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """Options as a key of a cache. Values of different types differ: True is not 1, and 2 is not 2.0."""
+    """Options of an op as a key of a cache. Values of different types are unequal: True is not 1, and 2 is not 2.0."""
 
     values: Mapping[str, Any]
 
@@ -36,8 +36,9 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build` with a cache of its recent results. Options among its arguments are given as `Options`.
+    """Return `build` with a cache of its recent results. Callers pass options of ops to it as an `Options` object.
 
-    JAX finds a cached trace by a function's identity, so equal options must give the same object.
+    `build` returns a function. JAX finds a cached trace by a function's identity, so equal options must give one and
+    the same function object.
     """
     return functools.lru_cache(REMEMBERED)(build)

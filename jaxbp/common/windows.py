@@ -11,9 +11,9 @@ from jax import lax
 from jaxbp.common import checks
 
 Size = int | tuple[int, int]
-"""One int for rows and columns, or a pair."""
+"""One int for both rows and columns, or a pair (rows, columns)."""
 AxisPadding = int | tuple[int, int]
-"""The same number before and after, or a pair (before, after)."""
+"""One int for both ends of an axis, or a pair (before, after)."""
 Padding = int | str | Sequence[AxisPadding]
 """One int; one entry per axis, an int or a pair (before, after); or "SAME", "SAME_LOWER", or "VALID"."""
 
@@ -23,7 +23,10 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. The padding (before, after) includes the padding by `ceil_mode`."""
+    """The windows of a pool on images of one size.
+
+    `padding` is a pair (before, after) per axis. It includes the padding that the pool's option `ceil_mode` adds.
+    """
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -38,7 +41,7 @@ class Windows:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The size of a window with its dilation."""
+        """The size of a window, including the gaps that dilation leaves between its positions."""
         return dilated(self.window, self.dilation)
 
     @property
@@ -78,7 +81,7 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Return the valid `padding` as (before, after) per axis. `window` is the size of a window with its dilation."""
+    """Check `padding` and return it as (before, after) per axis. `window` is the size of a window with its dilation."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
@@ -130,7 +133,7 @@ class PoolOptions(TypedDict, total=False):
 def pool_windows(
     op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
-    """Return a pool's windows, and its padding without the padding by `ceil_mode`. `shape` ends in height and width."""
+    """Return a pool's windows, and the padding without what `ceil_mode` adds. `shape` ends in height and width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
         raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants only options among {known}")
@@ -153,12 +156,15 @@ def pool_windows(
 
 
 def unsupported(windows: Windows) -> str | None:
-    """Return why the kernels of pools do not support the windows, or None."""
+    """Return why the kernels of pools do not support the windows, or None if they do."""
     return None if windows.dilation == (1, 1) else f"dilation={windows.dilation}"
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return the padding of one axis that completes a last window that starts before the padding after the input."""
+    """Return the padding of one axis with `ceil_mode`, which completes a last window that exceeds the padded input.
+
+    A window that would start in the padding after the input does not count.
+    """
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:
@@ -167,7 +173,7 @@ def _whole_windows(size, reach, stride, padding):
 
 
 def with_pool_options(function: _Function) -> _Function:
-    """Replace `**options` in a signature by the options of pools."""
+    """Replace `**options` in the function's signature by the keyword arguments in `PoolOptions`."""
     signature = inspect.signature(function)
     defaults = inspect.signature(pool_windows).parameters
     options = [

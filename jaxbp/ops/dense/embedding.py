@@ -1,7 +1,8 @@
-"""Embedding: each index selects a row of a table, and the backward adds up the gradients of each row without atomics.
+"""Embedding: each index selects a row of a table. The backward sums the gradients of each row, without atomics.
 
-The backward sorts the indices stably, and adds the gradients of each run of equal indices in a fixed order. Two calls
-give the same bits.
+The backward sorts the indices stably, and adds the gradients of equal indices in a fixed order. Therefore, two calls
+with equal arguments give the same bits. In this file, a token is one element of the indices, and a run is a sequence of
+sorted tokens with the same row of the table.
 """
 
 import math
@@ -40,7 +41,7 @@ def _residuals(indices, table, *, num_embeddings):
 
 
 def _tokens(dy, indices, num_embeddings):
-    """Return dy with one row per index, and the row of the table per index: `num_embeddings` if it is out of range."""
+    """Return dy as (tokens, features), and each token's row of the table, `num_embeddings` if it is out of range."""
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
     rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)
@@ -52,8 +53,8 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """Return for each token the sum of `values` from the beginning of its run of equal rows up to the token."""
-    # Each pass doubles the number of tokens that are added, up to the length of the longest run.
+    """For each token, return the sum of `values` from the beginning of the token's run up to the token."""
+    # Each pass doubles the number of tokens that a sum contains, up to the length of the longest run.
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):
@@ -72,14 +73,14 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the sum at the end of a run is kept. The other sums get a row out of range.
+    # Only the sum at the end of a run is complete. The other sums get a row out of range, so that `set` drops them.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the same gradients by JAX's scatter, for derivatives of the backward."""
+    """Compute the gradients of `_sums_of_runs` by JAX's scatter, which JAX can differentiate again."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
@@ -90,7 +91,7 @@ def _kernel(dy, indices, *, num_embeddings):
         return _scatter(dy, indices, num_embeddings=num_embeddings)
     dy, rows = _tokens(dy, indices, num_embeddings)
     rows, order = _sorted(rows)
-    # "scan_unrolled" has no loop, whose iterations would be separate launches on a GPU.
+    # "scan_unrolled" avoids a loop, because a loop's iterations would be separate launches on a GPU.
     first = jnp.searchsorted(rows, jnp.arange(num_embeddings + 1, dtype=jnp.int32), method="scan_unrolled")
     starts = first.astype(jnp.int32)
     padded = jnp.pad(dy, ((0, 0), (0, -dy.shape[1] % LANES)))
@@ -104,8 +105,8 @@ def _unsupported(indices, table, *, num_embeddings):
 
 
 KERNEL_EMBEDDINGS = 4096
-"""On GPUs, the kernel is the default from this number of embeddings on, up to four tokens per embedding. XLA is faster
-for smaller tables (docs/lab/2026-11-26-embedding.md)."""
+"""On GPUs, the kernel is the default for tables of at least this number of embeddings, if there are at most four tokens
+per embedding. For a small table with many tokens, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
@@ -167,13 +168,13 @@ def embedding_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "num_embeddings features"]:
-    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over the indices that select row k.
+    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
     Args:
       dy: gradient with respect to y.
       table: as in `embedding`. Only its shape and dtype are used.
       implementation: None for the fastest. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
-        sums in dy's dtype, on a GPU with atomics.
+        sums in dy's dtype. On a GPU, it sums with atomics, so the order varies.
 
     Returns:
       dtable, in the dtype of the table. Rows that no index selects are 0.

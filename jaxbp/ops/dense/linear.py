@@ -65,7 +65,8 @@ def linear(
     """Dense layer, `y = x wᵀ + b`.
 
     Args:
-      x, w, b: inputs, weights, and bias, or None.
+      x, w: inputs and weights.
+      b: bias, or None for no bias.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
         (`precision="highest"`).
@@ -91,15 +92,15 @@ def linear_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
+    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`. dw and db are summed over all leading axes.
 
     Args:
       dy: gradient with respect to y.
       Other arguments and errors: as in `linear`.
 
     Returns:
-      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32, except
-      for db with "autodiff", which JAX sums in the half precision.
+      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32. Only
+      "autodiff" sums db in the half precision.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
@@ -140,6 +141,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return `dw = dyᵀ x` in `dtype`, by default x's, and `db = Σ dy` in float32. Both are summed in float32."""
+    """Return `dw = dyᵀ x` in `dtype` (x's dtype if None), and `db = Σ dy` in float32. Both are summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

@@ -1,8 +1,9 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-Results have the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest runs.
-"pallas" calls cuBLAS, except for exact float32 (`precision="highest"`, as in `jax.lax.dot`). In every backward, `dy` is
-the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+Results have the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest
+implementation runs. "pallas" calls cuBLAS, except for products in exact float32 (`precision="highest"`). `precision` is
+as in `jax.lax.dot`. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a
+TypeError or a ValueError.
 """
 
 import math
@@ -53,7 +54,8 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return a and b as stacks of matrices of equal ndim. A left vector becomes a row, and a right vector a column."""
+    """Return a and b as stacks of matrices of equal ndim. If a is a vector, it becomes a row. A vector b becomes a
+    column."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -141,9 +143,10 @@ def matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch rows columns"]:
-    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each element of the batch axes, which broadcast.
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each index of the batch axes. The batch axes of a and b broadcast.
 
-    If a is a vector, it is a row; if b is a vector, it is a column. The result does not have the added axis.
+    If a is a vector, it is treated as a matrix with one row, and the result has no axis of rows. If b is a vector, it
+    is treated as a matrix with one column, and the result has no axis of columns.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -156,7 +159,8 @@ def matmul_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
-    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the axes along which a or b is broadcast."""
+    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`. da is summed over the axes along which a is broadcast, and
+    db over the axes along which b is broadcast."""
     return _product_of(_MATMUL.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
@@ -184,7 +188,8 @@ def dot_backward(
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
     """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
 
-    The sums are over the axes of b and of a other than `inner`. For vectors, `da = dy b` and `db = a dy`.
+    da is a sum over all axes of b except `inner`. db is a sum over all axes of a except `inner`. For vectors,
+    `da = dy b` and `db = a dy`.
     """
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 
@@ -224,7 +229,7 @@ def transpose(
 def transpose_backward(
     dy: Float[AnyArray, "*permuted"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*shape"]:
-    """Gradient of `transpose`, `da.shape[axes[i]] = dy.shape[i]`."""
+    """Gradient of `transpose`: dy with the inverse permutation, `da.shape[axes[i]] = dy.shape[i]`."""
     (dy,) = checks.floating("transpose_backward", dy=dy)
     axes = _order("transpose_backward", axes, dy.ndim)
     shape = tuple(size for _, size in sorted(zip(axes, dy.shape, strict=True)))

@@ -1,9 +1,9 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-The logits never exist as a whole. A scan computes the logits of one chunk of the examples (rows of x) at a time. With
-the reductions "mean" and "sum", the forward under differentiation also computes the gradients, in three matrix
-products. The backward multiplies them by one number. With None, cotangents differ between losses, and the backward
-computes the logits again, a fourth product.
+The logits are never stored as a whole if they are large. A scan computes the logits of one chunk of the examples (rows
+of x) at a time. With the reductions "mean" and "sum", the forward under differentiation also computes the gradients, in
+three matrix products in total. The backward multiplies these gradients by one number. With the reduction None, each
+loss has its own cotangent, so the backward computes the logits again, which is a fourth product.
 """
 
 import functools
@@ -29,15 +29,15 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""The size in bytes up to which the logits are one chunk. Otherwise, a chunk has at most half of this size, because
-sums of the weights' gradients need memory, too."""
+"""If all logits together have at most this number of bytes, they are one chunk. Otherwise, a chunk has at most half of
+this size, because the sums of the weights' gradients over chunks need memory, too."""
 ROWS_MULTIPLE = 128
 """The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
-"""For the kernels, classes are padded to a multiple of this number, so that loads are vectors."""
+"""For the kernels, classes are padded to a multiple of this number, so that a load reads a vector of logits."""
 KERNEL_CLASSES = 1024
-"""On GPUs, the kernels are the default from this number of classes on. They were then faster than the formulas
-(docs/lab/2026-11-26-large-vocabulary.md)."""
+"""On GPUs, the kernels are the default for at least this number of classes, because they were faster than the formulas
+there (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -77,7 +77,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return the loss of each row, 0 if the row is not kept, and dlogits, or None if dy is None."""
+    """Return (loss, dlogits). The loss of a row that is not kept is 0. If dy is None, dlogits is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -107,7 +107,7 @@ def _products(dlogits, x, w, b, precision, dtype):
 
 
 def _rows_of(x, labels, where):
-    """Return x as rows, their labels, and the mask `kept`. Other rows become 0, with label 0."""
+    """Return x as rows, their labels, and the mask `kept`. Rows that are not kept become 0, with label 0."""
     rows = math.prod(x.shape[:-1])
     x, labels = x.reshape(rows, x.shape[-1]), labels.reshape(rows)
     if where is None:
@@ -132,7 +132,7 @@ def _chunk_rows(rows, w):
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
     # Chunk i takes the rows whose index is i modulo the number of chunks, so that on a mesh, each device has a part of
-    # every chunk. Zeros, which are not kept, fill the chunks.
+    # every chunk. Rows of zeros, which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -145,7 +145,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return the losses, and the gradients (dx, dw, db) of `Σ dy loss`, each None if dy is None."""
+    """Return (loss, (dx, dw, db)), with the gradients of `Σ dy loss`. If dy is None, each gradient is None."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
@@ -205,7 +205,8 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     rows, labels, kept = _rows_of(x, labels, where)
     dtype = wide(x.dtype)
     count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
-    # In float16, dy / count could be too small. Other dtypes divide dy, which saves a pass over the gradients.
+    # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could be too small, so the
+    # backward divides.
     divided_early = x.dtype != jnp.float16
     dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
     loss, (dx, dw, db) = _chunked_rows(rows, w, labels, b, kept, dy, **options)
@@ -281,26 +282,29 @@ def linear_softmax_cross_entropy(
     """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
     `z = x wᵀ + b`.
 
-    Only "autodiff" stores all logits z at once.
+    y_k is the weight of class k (see label_smoothing). If the logits z are large, only "autodiff" stores all of them.
 
     Args:
       x, w: inputs and weights.
       labels: one class per row of x, in [0, classes).
       b: bias, or None.
-      where: which rows are kept, or None for all. The other rows have no loss and no gradient, and are not read.
+      where: which rows are kept, or None for all. Other rows add nothing to the loss, and have the gradient 0, even if
+        they are NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       z_loss: the factor in the formula.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
-      reduction: "mean" (of no rows, it is 0) or "sum" over the kept rows; None for one loss per row, 0 if not kept.
+      reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0. The loss of
+        a row that is not kept is 0.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. "pallas" calls cuBLAS for the products. On a mesh, it is "xla".
+      implementation: None for the fastest. "pallas" calls cuBLAS for the products. On a mesh, "pallas" runs "xla".
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
       kept row has a label that is not a class.
 
-    The gradient of w is summed in float32 or wider and rounded once to w's dtype. It is rounded once more if the
-    cotangent of the loss is not 1, and for "mean" in float16.
+    The gradient of w is summed in float32 or wider and rounded once to w's dtype. With "mean" or "sum", the backward
+    multiplies this gradient by a number. The product is rounded again if the cotangent of the loss is not 1, and for
+    "mean" in float16.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -332,14 +336,15 @@ def linear_softmax_cross_entropy_backward(
     """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with
     `dz = dy (softmax(z) (1 + 2 z_loss logsumexp(z)) - y)`.
 
-    With `softcap`, dz is multiplied by `1 - (z / softcap)²`. With "mean", dz is divided by the number of kept rows.
+    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by
+    `1 - (z / softcap)²`. With "mean", dz is divided by the number of kept rows.
 
     Args:
       dy: gradient with respect to the loss: one number, or one per row if the reduction is None.
       Other arguments and errors: as in `linear_softmax_cross_entropy`.
 
     Returns:
-      (dx, dw, db), in the dtypes of x, w, and b. If b is None, db is the gradient at b = 0.
+      (dx, dw, db), in the dtypes of x, w, and b. If b is None, db is the gradient at b = 0, in w's dtype.
     """
     op = "linear_softmax_cross_entropy_backward"
     arguments = x, w, w if b is None else b

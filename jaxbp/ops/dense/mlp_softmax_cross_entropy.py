@@ -2,10 +2,10 @@
 
 The type of the residuals selects the backward:
 
-- `Rows`: the formula.
-- `WideRows`: a kernel.
-- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss, and a second
-  kernel multiplies it by dy.
+- `Rows`: the backward is the formula.
+- `WideRows`: the backward calls a kernel.
+- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss, and the
+  backward kernel multiplies this gradient by dy.
 """
 
 import functools
@@ -55,7 +55,7 @@ def rows(x, labels, weights, biases, *, precision=None):
 
 
 def row_gradients(dy, labels, logits, hidden, weights, *, precision=None):
-    """Return the gradients of the logits, of the hidden layers before ReLU, from the last to the first, and of x."""
+    """Return the gradients with respect to the logits, each hidden layer before ReLU (the last layer first), and x."""
     gradient = logits_gradient(dy, logits, labels)
     gradients = [gradient]
     for w, h in zip(reversed(weights), (*reversed(hidden), None), strict=True):
@@ -94,14 +94,14 @@ def _gradients(dy, saved, *, precision):
 
 # --------------------------------------------------------------------------------------------------------- the kernels
 # A wide row has the outputs of a hidden layer for one example, then the number 1, then zeros up to the size that the
-# tensor cores need. The product of dz and the wide rows is dw with one more column, db. In x, the batch is the last
-# axis.
+# tensor cores need. The product of dz, transposed, and the wide rows is dw with one more column, which is db. In
+# x_batch_last, the batch is the last axis.
 
 
 class WideRows(NamedTuple):
-    """Residuals as in `Rows`, with wide rows, padded with examples of zeros to a multiple of the number of lanes."""
+    """Residuals as in `Rows`, but `hidden` has wide rows. Examples of zeros pad the batch to a multiple of `LANES`."""
 
-    # Without the zeros, sums over examples could multiply infinity by 0.
+    # If the padding were not zeros, sums over examples could multiply infinity by 0.
 
     x_batch_last: Array
     labels: Array
@@ -111,9 +111,9 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals for the product of dy and the gradients of each loss. Of the weights, only the shapes are used."""
+    """Residuals with the gradients of each loss, which the backward multiplies by dy. `weights` gives only shapes."""
 
-    # If a label is not a class, the gradients of its example are 0, and `dy_of_valid` is NaN or 0.
+    # If a label is not a class, its example's gradients are 0. The backward multiplies them by `dy_of_valid`, NaN or 0.
 
     x_batch_last: Array
     labels: Array
@@ -151,7 +151,7 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that calls `kernel` for values on a GPU, and else `formula`, also for derivatives."""
+    """Return a function that calls `kernel` on a GPU, else `formula`. JAX differentiates it through `formula`."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
@@ -221,7 +221,7 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x and the labels with the batch last, and x padded to the width that the kernels need."""
+    """Return x and the labels with the batch as the last axis. The features of x are padded as the kernels need."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -265,15 +265,15 @@ def mlp_softmax_cross_entropy(
 
     Args:
       labels: one class per example, in [0, classes).
-      layers: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The last outputs are the
-        logits.
+      layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The
+        outputs of the last layer are the logits.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. The kernels run in TF32 on compute capability 9.0, with layers of up to 256
         features. Otherwise "pallas" computes the formula with cuBLAS.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, its loss is
-      NaN, and so are its gradients, unless dy is 0.
+      NaN. The loss's gradients are NaN, too, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
@@ -288,9 +288,10 @@ def mlp_softmax_cross_entropy_with_classes(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
-    """Return the losses of `mlp_softmax_cross_entropy` and the class with the largest logit, or the first of several.
+    """Return the losses of `mlp_softmax_cross_entropy`, and for each example the class with the largest logit.
 
-    The classes are int32. Arguments and errors are as in `mlp_softmax_cross_entropy`.
+    If several logits are the largest, the first of their classes is returned. The classes are int32. Arguments and
+    errors are as in `mlp_softmax_cross_entropy`.
     """
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
@@ -306,8 +307,8 @@ def mlp_softmax_cross_entropy_backward(
     """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
 
     Let h be a layer's inputs, and dz the gradient with respect to `z = h wᵀ + b`. At the last layer,
-    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The layer
-    before has `dz = dh` where `h > 0`, else 0.
+    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The
+    preceding layer has `dz = dh` where `h > 0`, else 0.
 
     Args:
       dy: gradient with respect to each loss.

@@ -52,7 +52,10 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Replace excluded examples by 0, and excluded classes by the logit -inf, the weight 0, or an invalid label."""
+    """Return logits and labels after exclusion. Excluded examples become 0. An excluded class gets the logit -inf.
+
+    The weight of an excluded class becomes 0. An integer label that is an excluded class becomes invalid.
+    """
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -90,14 +93,14 @@ def are_valid(labels, classes):
 
 def nan_unless(valid, loss):
     """Return the loss where `valid` is true, and NaN elsewhere. The gradient is NaN there, too, unless dy is 0."""
-    # The cotangent is multiplied by the largest number twice, then by 0. A cotangent of 0 stays 0. Any other overflows,
-    # and infinity times 0 is NaN.
+    # The derivative multiplies the cotangent by the largest number twice, then by 0. A cotangent of 0 stays 0. Any
+    # other cotangent overflows, and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return for which classes the weight is 0 and the logit is -inf: their term is 0, not 0 times infinity."""
+    """Return where the weight is 0 and the logit is -inf. The loss term of such a class is 0, not 0 times infinity."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
@@ -142,7 +145,8 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The forward kernel keeps the statistics of each row, so that the backward kernel need not recompute them.
+# The forward kernel saves the statistics of each row (the largest logit, and the sum of exponentials), so that the
+# backward kernel need not compute them again.
 
 
 def _losses_and_statistics(logits, labels):
@@ -200,8 +204,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,
-    # With ten classes on a GPU, XLA's formula needs fewer launches, without transposes. On a CPU, autodiff computes
-    # less, because only the logarithm of the label's class has a gradient.
+    # With ten classes on a GPU, the formula needs fewer launches than the kernels, because it has no transposes. On a
+    # CPU, autodiff computes less than the formula, because only the logarithm of the label's class has a gradient.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -219,25 +223,25 @@ def softmax_cross_entropy(
 ) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
-    The z-loss adds `z_loss logsumexp(logits)²`. No exponential overflows.
+    y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`. No exponential overflows.
 
     Args:
-      labels: one class per example (integers in [0, classes)), or one weight y per class and example. Weights are
-        differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the loss and has
-        no gradient.
-      axis: the axis or axes of the classes, or None for all. With several axes, an integer label is a row-major index
-        over these axes, in the order in which they are given.
-      where: one boolean per example, or one per class and example; None includes all. A dropped example has the loss 0
-        and no gradient, even if it is NaN. An excluded class is left out of the log-sum-exp and of the loss.
+      labels: one class per example (integers in [0, classes)), or one weight y per class and example. For an integer
+        label, y is 1 for the label and 0 for other classes. Weights are differentiable and need not sum to 1. A class
+        with weight 0 and a logit of -inf adds nothing to the loss, and has the gradient 0.
+      axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is a row-major
+        index over these axes, in the order in which `axis` lists them.
+      where: one boolean per example, or one per class and example; None includes all. An excluded example has the loss
+        and the gradient 0, even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
-        excluded classes do not count.
+        `classes` counts the included classes.
       z_loss: a number of at least 0.
       implementation: None for the fastest. "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
         per class.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
-      integer label is not an included class, the loss is NaN, and so is its gradient, unless dy is 0.
+      integer label is not an included class, the loss is NaN. Its gradient is NaN, too, or 0 if dy is 0.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -264,7 +268,7 @@ def softmax_cross_entropy_backward(
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)` with the smoothed weights y. The z-loss adds
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
     `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
     Args:
@@ -318,7 +322,7 @@ def _check(op, axis, *, logits, labels, where, **dy):
 
 
 def _classes_last(a, axes):
-    """Return the array with `axes` combined to one last axis."""
+    """Return the array with `axes` moved to the end and combined into one axis."""
     if axes == (a.ndim - 1,):
         return a
     a = jnp.moveaxis(a, axes, range(-len(axes), 0))

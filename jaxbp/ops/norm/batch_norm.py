@@ -1,4 +1,4 @@
-"""Batch normalization with the statistics of the batch, as in training, or with given statistics."""
+"""Batch normalization with the mean and variance of the batch, as in training, or with a given mean and variance."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -68,7 +68,8 @@ def _terms(dy, x, mean, rest):
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
     """Return ((a, b, c), dscale, dbias), given the sums of `_terms`, with `dx = a dy + b (x - mean) + c`.
 
-    dx is as in `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n`, with n = count.
+    dx is as in `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n` from the results mean and var, with
+    n = count.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
@@ -95,11 +96,11 @@ def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
 
 _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
 _WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
-"""Batch normalization by given arrays that broadcast to x."""
+"""Batch normalization with given mean, var, scale, and bias, which broadcast to x."""
 
 
 def _statistics(x, channel_axis, axis_name, use_fast_variance):
-    """Return each channel's mean and variance in float32 or wider, also over the devices along `axis_name`."""
+    """Return each channel's mean and variance in float32 or wider, also over the mapped axes `axis_name`."""
 
     def mean_of(a):
         mean = jnp.mean(a, axis=_over(x, channel_axis))
@@ -129,7 +130,7 @@ def batch_norm(
     """Batch normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each channel
     over the batch and the spatial axes.
 
-    A channel whose squares overflow becomes NaN.
+    If squares of a channel's elements overflow, the channel's y is NaN.
 
     Args:
       scale, bias: one value per channel; None for ones and zeros.
@@ -137,16 +138,17 @@ def batch_norm(
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       epsilon: a number of at least 0.
-      axis_name: mapped axes over which the statistics are also computed, as in `jax.lax.pmean`.
-      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. It loses the digits of a
-        channel far from zero.
-      implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the statistics.
+      axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
+      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. The variance loses
+        digits if a channel's mean is far from zero.
+      implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the mean and the
+        variance.
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the statistics of the batch, in y's dtype, computed in float32 or wider, and have gradients. The variance of n
-      elements is a sum divided by n. With `running`, mean and var are the new running averages,
-      `momentum running + (1 - momentum) statistics`, and have no gradient.
+      belong to the batch, in y's dtype, computed in float32 or wider. They are differentiable. The variance of n
+      elements is a sum of squares divided by n. With `running`, mean and var are the new running averages,
+      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -190,8 +192,8 @@ def batch_norm_backward(
     channel_axis: int = 1,
     implementation: Implementation = None,
 ) -> Results:
-    """Gradients of `batch_norm` through its result y. With `s = 1/√(var + epsilon)`, `x̂ = s (x - mean)`, and n
-    elements per channel,
+    """Gradients of `batch_norm` for a loss that depends on y, not on mean and var. With `s = 1/√(var + epsilon)`,
+    `x̂ = s (x - mean)`, and n elements per channel,
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
 

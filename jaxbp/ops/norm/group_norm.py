@@ -20,12 +20,12 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
 
-# The pair's x has an axis of groups, `axis`, followed by the channels of a group. Scale and bias have size 1 along the
-# other axes.
+# The functions below get x with the channels divided into two axes: `axis` for the groups, and `axis + 1` for the
+# channels of a group. Scale and bias have size 1 along all other axes.
 
 
 def _over(x, axis):
-    """Return the axes of one group of one example."""
+    """Return the axes over which one group of one example extends."""
     return tuple(i for i in range(1, x.ndim) if i != axis)
 
 
@@ -60,7 +60,7 @@ def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
 
 
 def _terms(dy, x, scale, mean, rest, inv_std):
-    """Return t and `t x̂`, whose means dx contains."""
+    """Return `t = dy scale` and `t x̂`. The formula of dx contains the means of both arrays."""
     t = dy * scale
     return t, t * (((x - mean) - rest) * inv_std)
 
@@ -96,7 +96,7 @@ def group_norm(
     over the channels of a group and the spatial axes.
 
     With one group, this is a LayerNorm over all axes but the first; with one group per channel, an instance
-    normalization. A group whose squares overflow becomes NaN.
+    normalization. If squares of a group's elements overflow, the group's y is NaN.
 
     Args:
       x: an array whose first axis is the batch.

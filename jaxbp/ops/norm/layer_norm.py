@@ -33,15 +33,16 @@ def rows(a):
 
 
 def _first(x):
-    # Subtracting a row's first element first makes the mean more accurate. In exact arithmetic, it changes nothing, so
-    # it needs no gradient.
+    # The mean is more accurate if a row's first element is subtracted before the sum. In exact arithmetic, this changes
+    # no result, so the first element needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std) per row. Without `center`, the offset is None, and inv_std is 1 / root mean square.
+    """Return (offset, inv_std) per row, with `inv_std = 1 / sqrt(var(x) + eps)`.
 
     The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
+    Without `center`, the offset is None, and `inv_std = 1 / sqrt(mean(x²) + eps)`.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -83,7 +84,10 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. If inv_std is None, compute the statistics."""
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. Without `with_y`, y is None.
+
+    If inv_std is None, compute offset and inv_std from x.
+    """
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
@@ -97,8 +101,8 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads its last group of rows with zeros. With such a small eps, their inv_std would be
-        # infinite.
+        # The streamed kernel pads its last group of rows with zeros. With such a small eps, inv_std of the zeros
+        # would be infinite.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -107,7 +111,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
 
 
 def input_gradient(t, normalised, inv_std, *, center=True):
-    """Return dx in x̂'s dtype, given `t = dy * scale`, x̂, and inv_std."""
+    """Return dx in x̂'s dtype, given `t = dy * scale`, the normalized rows x̂, and inv_std."""
     dtype, t, normalised = normalised.dtype, upcast(t), upcast(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
@@ -116,7 +120,7 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 
 
 def input_gradient_from_x(t, x, *, eps):
-    """Return (dx, x̂) in x's dtype, given `t = dy * scale` and x."""
+    """Return dx and the normalized rows x̂, both in x's dtype, given `t = dy * scale` and x."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
@@ -139,7 +143,7 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return the default: on GPUs, "pallas" for rows that a kernel can stream, else "autodiff"."""
+    """Return the default implementation: on GPUs, "pallas" if the streamed kernel is faster, else "autodiff"."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -154,7 +158,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals of a backward without its forward, which computes the statistics from x."""
+    """Return the residuals for a backward without a forward. The backward computes offset and inv_std from x."""
     return x, scale, None, None
 
 
@@ -184,7 +188,7 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""Functions of `(x, scale, bias)`. RMSNorm's bias is None."""
+"""Both pairs take `(x, scale, bias)`. RMSNorm's bias is None."""
 
 
 def layer_norm(
@@ -198,12 +202,13 @@ def layer_norm(
 ) -> Rows:
     """LayerNorm, `y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, with the mean and the variance over each row.
 
-    A row whose squares overflow becomes NaN.
+    If squares of a row's elements overflow, the row's y is NaN.
 
     Args:
-      scale, bias: one value per column; None for ones and zeros.
-      eps: a number of at least 0. With eps > 0, y is `bias` for a constant row.
-      axis: the last axis, or several last axes, which are then a row. Scale and bias have the shape of a row.
+      scale, bias: one value per element of a row; None for ones and zeros.
+      eps: a number of at least 0. With eps > 0, y is `bias` for a row of equal elements.
+      axis: the last axis, or several last axes. The elements along these axes form one row. Scale and bias have the
+        shape of a row.
       implementation: None for the fastest (docs/kernels/norm.md).
 
     Returns:
@@ -260,8 +265,9 @@ def rms_norm(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> Rows:
-    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row. A row whose squares overflow
-    becomes NaN.
+    """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row.
+
+    If squares of a row's elements overflow, the row's y is NaN.
 
     Arguments, dtypes, and errors are as in `layer_norm`.
 
@@ -291,7 +297,8 @@ def rms_norm_backward(
       Other arguments and errors: as in `rms_norm`.
 
     Returns:
-      (dx, dscale), in the dtypes of x and scale. Half precisions are summed in float32.
+      (dx, dscale): dx in the dtype of x; dscale in the dtype of scale, or of x if scale is None. Half precisions are
+      summed in float32.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
@@ -300,7 +307,7 @@ def rms_norm_backward(
 
 
 def _check(op, axis, eps, x, scale, bias=None, **dy):
-    """Return x's shape, and the checked arrays, with the axes of a row combined to one."""
+    """Return x's shape, and the checked arrays, with the axes of a row combined into one axis."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):

@@ -1,12 +1,12 @@
 """LayerNorm and a dense layer in one op.
 
-For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. With
-inv_std as in `layer_norm_backward`,
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. w and b are
+the weights and the bias of the dense layer. With inv_std as in `layer_norm_backward`,
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-with means over each row. The parameters' gradients need only two sums over the rows, `s = Σ dyᵀ x̂` and `db = Σ dy`:
+with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and `db = Σ dy`:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,
 
@@ -37,8 +37,8 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""The least number of rows per output for which x̂ is kept. This saves passes over the rows, but adds passes over the
-weights (docs/lab/2026-11-25-norm.md)."""
+"""The least number of rows per output for which x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over
+the weights (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -53,7 +53,7 @@ def _results(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute `_results` by one kernel if this is faster, else by separate kernels."""
+    """Compute `_results` by one kernel if one kernel is faster than separate kernels, else by separate kernels."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -83,7 +83,7 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the forward under "pallas" keeps x̂. In float16, products `w * scale` could lose digits."""
+    """Return whether the "pallas" forward keeps x̂. It never does in float16, where `w * scale` could lose digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -128,7 +128,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals of a backward without its forward, which computes the statistics from x."""
+    """Return the residuals for a backward without a forward. The backward computes offset and inv_std from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -136,7 +136,7 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """Compute the backward by two functions: `gradients` of LayerNorm, and `parameters`, which returns (dw, db)."""
+    """Compute the backward with `gradients` for LayerNorm and `parameters`, which returns (dw, db)."""
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)
@@ -147,7 +147,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # The forward by formulas keeps x. x̂ is given only for derivatives of the backward by kernels.
+    # The "xla" forward keeps x, not x̂. x̂ is given only if JAX differentiates the "pallas" backward.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -222,7 +222,7 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return the default of `layer_norm`, but in half precision no autodiff, which would sum db in half precision."""
+    """Return the default of `layer_norm`. In half precision, avoid "autodiff", which would sum db in half precision."""
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -256,12 +256,13 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    Residuals are x and two numbers per row. Under "pallas", for many rows in bfloat16 on compute capability 9.0, they
-    are the normalized rows instead, and `w * scale` is rounded to bfloat16.
+    The forward saves x and two numbers per row for the backward. Under "pallas", for many rows in bfloat16 on compute
+    capability 9.0, it saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
 
     Args:
       x, scale, bias, eps: as in `layer_norm`.
-      w, b: weights, and bias of the outputs, or None.
+      w: weights of the dense layer.
+      b: bias of the dense layer, or None for no bias.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS for products, except where kernels in half precision
         are faster on compute capability 9.0.
@@ -298,8 +299,8 @@ def layer_norm_linear_backward(
     Float[Array, "out hidden"],
     Float[Array, "out"],
 ]:
-    """Gradients of `layer_norm_linear`. With y the result of LayerNorm, x̂ and inv_std as in `layer_norm_backward`,
-    `dn = dy w`, and `t = dn * scale`,
+    """Gradients of `layer_norm_linear`. Let y be the result of LayerNorm, and x̂ and inv_std as in
+    `layer_norm_backward`. With `dn = dy w` and `t = dn * scale`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
         dw = dyᵀ y,    db = Σ dy,
@@ -311,8 +312,8 @@ def layer_norm_linear_backward(
       Other arguments and errors: as in `layer_norm_linear`.
 
     Returns:
-      (dx, dscale, dbias, dw, db) in the dtypes of x, scale, bias, w, and w. Half precisions are summed in float32,
-      except for db with "autodiff", which JAX sums in the half precision.
+      (dx, dscale, dbias, dw, db): the first four in the dtypes of x, scale, bias, and w; db in the dtype of w. Half
+      precisions are summed in float32. Only "autodiff" sums db in the half precision.
 
     Source: docs/layer_norm.md; for the products, `linear_backward`.
     """

@@ -1,10 +1,10 @@
 """Reductions over any axes.
 
 Every function takes `a`, of any shape and floating dtype. `axis` is one int, several ints, or None for all axes.
-`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a. Elements where it is False are
-excluded: they do not count, and their gradient is 0, even if they are NaN. Results have a's dtype. Half precisions are
-summed in float32. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the gradient
-with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a. Elements where it is False
+are excluded: they do not count, and their gradient is 0, even if they are NaN. Results have a's dtype. Half precisions
+are summed in float32. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the
+gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
@@ -165,9 +165,10 @@ def max_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `max`: `daᵢ = dy` at the first maximum in row-major order, else 0. If y is NaN, the first NaN gets dy.
+    """Gradient of `max`: `daᵢ = dy` at the first maximum in row-major order, else 0.
 
-    If `initial` is larger than all elements, da is 0. JAX's autodiff would instead split dy among equal maxima.
+    If y is NaN, the first NaN gets dy. If `initial` is larger than all elements, da is 0. Autodiff would split dy
+    among equal maxima.
     """
     initial = _initial("max_backward", initial)
     return _backward(MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -199,9 +200,10 @@ def min_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0. If y is NaN, the first NaN gets dy.
+    """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0.
 
-    If `initial` is smaller than all elements, da is 0. JAX's autodiff would instead split dy among equal minima.
+    If y is NaN, the first NaN gets dy. If `initial` is smaller than all elements, da is 0. Autodiff would split dy
+    among equal minima.
     """
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
