@@ -53,7 +53,7 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | Non
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
     """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider.
 
-    The softmax `exp(a - largest) / total` is more accurate than `exp(a - logsumexp)`, because logsumexp is rounded.
+    The softmax `exp(a - largest) / total` is more accurate than `exp(a - logsumexp(a))`, because logsumexp is rounded.
     """
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
@@ -62,7 +62,7 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
     """Return `exp(a - largest)` and its sum, in float32 or wider, where `largest` is the largest element."""
-    # XLA compiles this code to one kernel. A test of whether `largest` is finite, as in `largest_and_total`, prevents that.
+    # XLA compiles this code to one kernel. With a test of whether `largest` is finite, XLA would not.
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)
     return e, jnp.sum(e, axis=axis, keepdims=True)
@@ -71,7 +71,7 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
     """Return whether products may run on the tensor cores.
 
-    They may in dtypes other than float32. In float32, they may unless `precision` excludes TF32. If `precision` is None,
+    They may in dtypes other than float32, and in float32 unless `precision` excludes TF32. If `precision` is None,
     JAX's default precision decides.
     """
     precision = jax.config.jax_default_matmul_precision if precision is None else precision

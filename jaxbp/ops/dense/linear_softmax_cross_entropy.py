@@ -32,7 +32,7 @@ CHUNK_BYTES = 2**30
 """If all logits together have at most this number of bytes, they are one chunk. Otherwise, a chunk has at most half of
 this size, because the sums of the weights' gradients over chunks need memory, too."""
 ROWS_MULTIPLE = 128
-"""The height of the tiles of the tensor cores. Larger chunks have a multiple of this number of rows."""
+"""The number of rows of a tile of the tensor cores. A chunk with more rows has a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
 """For the kernels, classes are padded to a multiple of this number, so that a load reads a vector of logits."""
 KERNEL_CLASSES = 1024
@@ -41,13 +41,14 @@ there (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
-# The functions below take x as (rows, features), one label per row, and the mask `kept`, one boolean per row. Logits
-# have the dtype of x. Losses, statistics, dw, and db are summed in float32 or wider.
+# The functions below take x as (rows, features), one label per row, and the mask `kept`: one boolean per row, True if
+# the row counts. Logits have the dtype of x. Losses, statistics, dw, and db are summed in float32 or wider.
 
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
-    # On a mesh that divides the classes, a sum is an all-reduce, but a gather would need all logits.
+    # The logit of the label is found by a sum. On a mesh that divides the classes, a sum is an all-reduce, but a gather
+    # would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
     return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
@@ -232,7 +233,7 @@ _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_c
 
 
 def _with_kernel(arrays, implementation):
-    # XLA partitions the formula over a mesh. The kernel would need all classes on each device.
+    # XLA can partition the formula over a mesh. The kernel would need all classes on each device, so it does not run.
     return implementation == "pallas" and mesh_of(arrays) is None
 
 

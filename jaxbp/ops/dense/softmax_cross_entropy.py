@@ -47,7 +47,7 @@ def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
 
 
 def _examples(where, logits):
-    """Return which examples `where` keeps. An example without any included class is dropped."""
+    """Return a mask of the examples that `where` includes. An example without any included class is excluded."""
     return jnp.any(where, axis=-1) if where is not None and where.ndim == logits.ndim else where
 
 
@@ -70,7 +70,7 @@ def _included(logits, labels, where):
 
 
 def _uniform(where, logits, label_smoothing):
-    """Return the weight that label smoothing adds to each class. The classes that `where` excludes do not count."""
+    """Return the weight that label smoothing adds to each class. It adds nothing to classes that `where` excludes."""
     if where is None or where.ndim < logits.ndim:
         return label_smoothing / logits.shape[-1]
     where = jnp.broadcast_to(where, logits.shape)

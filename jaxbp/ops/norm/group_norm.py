@@ -1,4 +1,4 @@
-"""Group normalization: each example's channels are divided into groups, and each group is normalized."""
+"""Group normalization: the channels of each example are divided into groups, and each group is normalized."""
 
 import math
 

@@ -148,7 +148,7 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return the row-major index of each element among the elements that are reduced to one result."""
+    """Return the row-major index of each element, counted among the elements that are reduced to one result."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
@@ -170,13 +170,13 @@ def _save_first(forward):
             return forward(a, where, axis=axis, keepdims=True, shape=shape, initial=initial)
 
         def index_of(a, where, y):
-            # This is faster than argmax. If y is NaN, it finds the first NaN.
+            # A minimum of indices is faster than argmax. If y is NaN, the result is the index of the first NaN.
             is_extreme = select(where, (a == y) | (jnp.isnan(a) & jnp.isnan(y)), False)
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), count_of(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
         def _(primals, tangents):
-            # This rule serves second derivatives. Autodiff would use the tangents of all elements that equal y.
+            # This rule serves second derivatives. Autodiff would average the tangents of all elements that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)

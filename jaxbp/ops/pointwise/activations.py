@@ -82,7 +82,7 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Below -1000, `gelu`, `silu`, and `mish` are 0, and above 1000, they are x, to the last digit of float64."""
+"""Below -1000, `gelu`, `silu`, and `mish` are 0. Above 1000, they are x. Both hold to the last digit of float64."""
 
 
 def _saturating(function):
@@ -327,7 +327,7 @@ def softmax(
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
     The largest x is subtracted first, so no exponential overflows. The boolean array `where` broadcasts to x. An
-    element where it is False is excluded from the sum. The element's y and gradient are 0, even if its x is NaN.
+    element with a False is excluded from the sum. The element's y and gradient are 0, even if its x is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)

@@ -34,7 +34,7 @@ def _power(x1, x2):
     # 0 ** 0 has the derivative 0 with respect to the base.
     base = jnp.where(at_zero & (x2 == 0), 1.0, x1)
     y = jnp.power(base, jnp.where(steep, lax.stop_gradient(x2), x2))
-    # The subtracted term is 0. It gives the power the derivative -inf with respect to x2.
+    # The subtracted square root is 0 where `steep`. It gives y the derivative -inf with respect to x2.
     gap = jnp.where(steep, x2 - lax.stop_gradient(x2), 1.0)
     return y - jnp.where(steep, jnp.sqrt(gap), 0.0)
 
@@ -97,8 +97,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # The derivative is replaced only at the points `constant`, because elsewhere, second derivatives need the slope
-        # of the factor x2. At replaced points, the base is 1, because 0 times the slope of the true base would be NaN.
+        # d1 is replaced by 0 only at the points `constant`. Elsewhere, second derivatives need the slope of the factor
+        # x2. At the points `constant`, the base is 1, because 0 times the power's slope at the true base would be NaN.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
