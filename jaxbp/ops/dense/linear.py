@@ -69,7 +69,7 @@ def linear(
       b: bias, or None for no bias.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
-        (`precision="highest"`).
+        (`precision="highest"`), for which it runs kernels.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.

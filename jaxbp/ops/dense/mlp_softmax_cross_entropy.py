@@ -261,15 +261,17 @@ def mlp_softmax_cross_entropy(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
-    """`softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
+    """Cross-entropy of the outputs of dense layers with ReLU between the layers, one loss per example.
+
+    The losses are `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
       labels: one class per example, in [0, classes).
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The
         outputs of the last layer are the logits.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. The kernels run in TF32 on compute capability 9.0, with layers of up to 256
-        features. Otherwise "pallas" computes the formula with cuBLAS.
+      implementation: None for the fastest. The kernels of "pallas" run on compute capability 9.0, in TF32, with layers
+        of up to 256 features. In other cases, "pallas" computes the formula with cuBLAS.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, its loss is

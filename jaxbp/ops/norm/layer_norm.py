@@ -1,6 +1,6 @@
 """Normalization of each row over its last axis: LayerNorm and RMSNorm.
 
-The static option `center` is True for LayerNorm. It is False for RMSNorm, which has no bias and subtracts no means.
+The static option `center` is True for LayerNorm, and False for RMSNorm. RMSNorm has no bias and subtracts no means.
 """
 
 import functools

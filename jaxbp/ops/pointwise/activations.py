@@ -326,8 +326,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    The largest x is subtracted first, so no exponential overflows. The boolean array `where` broadcasts to x. An
-    element with a False is excluded from the sum. The element's y and gradient are 0, even if its x is NaN.
+    The largest x is subtracted first, so no exponential overflows. The boolean array `where` broadcasts to x, and
+    is False for excluded elements. The sum omits excluded elements. Their y and gradient are 0, even if their x is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)

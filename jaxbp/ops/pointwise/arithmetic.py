@@ -56,7 +56,10 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """Return `ln x` as a sum of two float32 numbers: for `x = m 2ⁿ`, `n ln 2 + 2 atanh((m - 1) / (m + 1))`."""
+    """Return `ln x` as a sum of two float32 numbers.
+
+    For `x = m 2ⁿ` with m near 1, the formula is `ln x = n ln 2 + 2 atanh((m - 1) / (m + 1))`.
+    """
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)

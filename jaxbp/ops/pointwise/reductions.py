@@ -1,10 +1,10 @@
 """Reductions over any axes.
 
 Every function takes `a`, of any shape and floating dtype. `axis` is one int, several ints, or None for all axes.
-`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a. Elements with a False
-are excluded: they do not count, and their gradient is 0, even if they are NaN. Results have a's dtype. Half precisions
-are summed in float32. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the
-gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a and is True for the
+included elements. Excluded elements do not count. Their gradient is 0, even if they are NaN. Results have a's dtype.
+Half precisions are summed in float32. With `implementation=None`, the fastest implementation runs. In every backward,
+`dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
