@@ -146,9 +146,9 @@ def batch_norm(
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      belong to the batch, in y's dtype, computed in float32 or wider. They are differentiable. The variance of n
-      elements is a sum of squares divided by n. With `running`, mean and var are the new running averages,
-      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
+      are the batch's mean and variance, in y's dtype, computed in float32 or wider. They are differentiable. The
+      variance of n elements is the sum of squared deviations divided by n. With `running`, mean and var are the new
+      running averages, `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:
       TypeError: a type or dtype is wrong.

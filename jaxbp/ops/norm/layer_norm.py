@@ -143,7 +143,7 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return the default implementation: on GPUs, "pallas" if the streamed kernel is faster, else "autodiff"."""
+    """Return the default: on GPUs, "pallas" if the kernels in `layer_norm_streamed` are faster, else "autodiff"."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
