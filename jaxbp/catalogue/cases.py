@@ -25,7 +25,7 @@ CLASS = Argument((BATCH,), below=10)
 
 LABELS = Argument((2, 3), below=4)
 LAYERS = ((6, 5), (6,), (4, 6), (4,))
-# The scale keeps activations from growing, because the softmax would then give one class nearly all the probability.
+# The scale keeps activations small. With large ones, the softmax would give one class nearly all the probability.
 LENET_TAIL = (
     (BATCH, 256),
     CLASS,
@@ -54,13 +54,13 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""The convolutions of the Mamba models with 130 million and with 2.8 billion parameters: the layout of the sequences,
-and the sizes of their axes."""
+"""Sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion parameters (5120 channels).
+Each entry has the layout of the sequences, and then the sizes of their axes."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return a causal convolution with one filter of four elements per channel, on sequences in the layout "NWC" or
-    "NCW". `sizes` are the sizes of the axes after the batch."""
+    """Return the case of a causal convolution with one filter of four elements per channel. `layout` is "NWC" or "NCW".
+    `sizes` are the sizes of the axes after the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -73,9 +73,9 @@ def pair_entries(
     """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases, with `dy` before the arguments of the function.
+      small, real: the cases of the entries. Their arguments are `dy`, and then all arguments of the function.
       takes: selects the arguments of the function that the backward takes after `dy`.
-      like: the field `like` of both entries, or only of the backward if it is the function's name.
+      like: the field `like` of both entries. If it is the function's name, only the backward's entry gets it.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -104,7 +104,10 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of two arrays, x1 and x2, and of its backward, with broadcast arrays."""
+    """Return the entries of a function of x1 and x2, and of its backward. Their cases broadcast x1 and x2.
+
+    `of` maps "x1" and "x2" to keyword arguments of `Argument`.
+    """
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -133,7 +136,8 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of ops whose gradient goes to the first of several equal numbers. Autodiff divides it."""
+    """Return the entries of ops whose gradient goes to the first of several equal numbers. Autodiff would divide the
+    gradient among these numbers."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -171,7 +175,8 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of a layer of the published networks. Windows other than 3 x 3 have no padding."""
+    """Return the case of a layer of a published network of logic gate trees. Windows other than 3 x 3 have no
+    padding."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
@@ -183,13 +188,13 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 
 
 def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:
-    """Return the entries of a function of an automaton and of its backward, also for the published automaton."""
+    """Return the entries of a function of an automaton, and of its backward. The realistic case is `CHECKERBOARD`."""
 
     def at(automaton, grid, logits):
         state = automaton.state(*grid)
         return case_of(state.shape, logits, automaton, state, **options)
 
-    # Most gates pass one input through. With random functions, the gradient would vanish in the twenty layers.
+    # Most gates pass one input through. With random functions, the gradient would vanish over the 19 layers.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
     return pair_entries(

@@ -1,7 +1,7 @@
 """The table of ops, with small cases for checks and realistic cases for lowering and timing.
 
-Tests check every op in this table against finite differences in every implementation. They also simulate its kernels,
-and lower them for CUDA in every dtype that they take. The bench times the op.
+Tests check every implementation of each op in this table against finite differences. Tests also run the op's kernels in
+an interpreter, and lower the kernels for CUDA in every dtype that the kernels take. The bench times the op.
 """
 
 import functools
@@ -331,7 +331,7 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry(
         gate_layer.gate_layer_backward,
-        case_of((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # each input has equally many consumers
+        case_of((2, 3, 6), (6, 16), WiresArgument(6, 6), (2, 3, 6)),  # equally many gates read each input
         {"4096->8192": gate_case(4096, 8192, (BATCH, 8192))},
     ),
     *pair_entries(

@@ -60,7 +60,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, which are the same for every key and dtype. `code` is a Python expression for them."""
+    """Wires, which are the same for every key and dtype. `code` is a Python expression that creates the wires."""
 
     shape: ClassVar[tuple[()]] = ()
     """Wires have no batch axis."""
@@ -123,7 +123,7 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return the logits of the perception layers and of the update layers, as two lists."""
+        """Return the logits as two lists, with one argument per perception layer and one per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
@@ -170,7 +170,7 @@ class Entry:
       kernel_dtypes: the dtypes that the kernels of the function take; empty if it has none.
       like: the name of an entry that differs only in its formula. Tests that do not depend on the formula run only for
         the entry with this name.
-      kink_convention: whether the gradient equals autodiff's gradient where there is no derivative.
+      kink_convention: whether the gradient equals autodiff's gradient where the function has no derivative.
     """
 
     function: Callable

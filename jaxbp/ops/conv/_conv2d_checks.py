@@ -13,7 +13,7 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 
 
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
-    """Return x and w with the channels before the spatial axes, and the options as `options_of` does.
+    """Check the arguments. Return x and w with the channels before the spatial axes, and the result of `options_of`.
 
     `layout` is the result of `layouts.dimension_numbers`, or None for the default layout.
     """
@@ -46,7 +46,8 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require that the channels of x and w fit. The error says so if x, of shape `given`, would fit channels-last."""
+    """Require that the numbers of channels of x and w fit `groups`. If x, which the caller passed in the shape `given`,
+    would fit with the channels last, the error suggests dimension_numbers."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

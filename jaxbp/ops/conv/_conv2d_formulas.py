@@ -66,7 +66,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """Call `lax.conv_general_dilated`. On a CPU within a loop, it is fast only with the channels last."""
+    """Call `lax.conv_general_dilated`. On a CPU, put the channels last, because otherwise XLA is slow within a loop."""
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers
@@ -79,7 +79,7 @@ def _convolve(x, w, *, dimension_numbers, **options):
     return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
 
 
-# ----------------------------------------------------------------------------------------------- gradient in the input
+# ------------------------------------------------------------------------------------------- gradient w.r.t. the input
 
 
 def input_gradient_autodiff(dy, w, *, input_size, groups, **options):
@@ -111,7 +111,7 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
     return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
 
-# --------------------------------------------------------------------------------------------- gradient in the weights
+# ----------------------------------------------------------------------------------------- gradient w.r.t. the weights
 
 
 def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
@@ -120,7 +120,7 @@ def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
 
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
-    # With channel and batch axes exchanged, dw is x correlated with dy.
+    # dw is the correlation of x with dy if the channel and batch axes are exchanged.
     return _convolve(
         x,
         dy,
@@ -137,7 +137,7 @@ def parameter_gradients_formula(dy, x, **options):
     return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
 
 
-# ------------------------------------------------------------------------------------------------ gradient in the bias
+# -------------------------------------------------------------------------------------------- gradient w.r.t. the bias
 
 
 def bias_gradient_autodiff(dy):

@@ -1,6 +1,6 @@
 """The filters and paddings of the two convolutions that compute the gradients of a convolution.
 
-dx convolves dy, spaced out by the stride, with the rotated filters. dw correlates x with dy.
+dx is the convolution of dy, spaced out by the stride, with the rotated filters. dw is the correlation of x with dy.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def flip_and_swap(w, groups):
 
 
 def full_padding(output_size, filter_size, input_size, stride, padding, dilation):
-    """Return the padding of the spaced-out dy with which dx has the size of x. A negative padding crops."""
+    """Return the padding of dy, spaced out by the stride, for which dx has the size of x. A negative padding crops."""
     low = [(f - 1) * d - p for f, d, (p, _) in zip(filter_size, dilation, padding, strict=True)]
     high = [
         size + (f - 1) * d - ((out - 1) * s + 1) - before
@@ -24,7 +24,8 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding (before, after) of x up to the last element that the filter read. If negative, it crops."""
+    """Return the padding (before, after) after which x ends at the last element that the filter reads. A negative
+    padding crops."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

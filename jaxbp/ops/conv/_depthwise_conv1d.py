@@ -6,8 +6,8 @@ The filters are `(filter_width, channels)`, and the padding is one pair (before,
 width, channels)` if the option `width_axis` is 1, and `(batch, channels, width)` if it is 2. Formulas compute in either
 layout. The kernels need the channels on the last axis.
 
-The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's convolution in as
-many groups as there are channels.
+The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's convolution with
+one group per channel.
 """
 
 import functools
@@ -48,8 +48,8 @@ def _sum_of_shifts(x, w, width_axis, padding):
 
 
 def _shifts(x, taps, width_axis, padding):
-    """Return for each element of a filter the part of the padded x that it is multiplied by. A negative padding crops
-    x."""
+    """Return, for each element of a filter, the part of the padded x by which the element is multiplied. A negative
+    padding crops x."""
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
     size = x.shape[width_axis] - taps + 1
     return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]
@@ -81,7 +81,7 @@ def _gradients_kernel(dy, x, w, b, *, width_axis, padding):
 
 
 def _arranged(x, width_axis):
-    """Return sequences for the kernels."""
+    """Return sequences for the kernels, with the channels on the last axis and padded."""
     return _filled(x if width_axis == 1 else x.swapaxes(1, 2))
 
 
@@ -107,7 +107,8 @@ def _unsupported(x, w, b, **options):
     return checks.unsupported_dtype(x)
 
 
-# The kernels have not been measured on a GPU. `DefaultImplementation()` makes them the default on GPUs.
+# XLA is the default on GPUs, because the kernels have not been measured there. `DefaultImplementation()` would make
+# the kernels the default.
 _DEFAULT = DefaultImplementation(gpu="xla")
 DEPTHWISE_CONV1D = Pair(
     _forward,
@@ -117,7 +118,7 @@ DEPTHWISE_CONV1D = Pair(
         "pallas": functools.partial(saving_arguments, differentiable(_forward_kernel, _forward, batched(0))),
     },
     residuals=given_arguments,
-    # The batch axes of (dy, x, w, b).
+    # Among (dy, x, w, b), dy and x have a batch axis.
     batch_axes=batched(0, 1),
     name="conv1d",
     linear_in=[(0, 2), (1, 2)],
@@ -125,7 +126,7 @@ DEPTHWISE_CONV1D = Pair(
     default=_DEFAULT,
     jit=True,
 )
-"""The pair of `(x, w, b)`, where b may be None."""
+"""The depthwise convolution and its gradients as functions of `(x, w, b)`, where b may be None."""
 
 
 # -------------------------------------------------------------------------------------------------- calls from `conv1d`
@@ -157,8 +158,8 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. NCW x
-    keeps its layout. Other x are arranged as NWC."""
+    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. If x
+    is NCW, the pair takes NCW. Else x is transposed to NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

@@ -1,6 +1,6 @@
 """Convolutions of small images as products with a matrix of the filters, which cuBLAS runs on the tensor cores.
 
-Although most elements of the matrix are zero, the products are faster than the convolution.
+Although most elements of the matrix are zero, the products are faster than cuDNN's convolution.
 """
 
 import math
@@ -15,13 +15,14 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Limits of the size of the matrix, which every call builds, and of the number of input positions per filter position
-(tap), which determines the share of zeros. Up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5
-filters), the product was faster than cuDNN."""
+"""The matrix may have at most `_MAX_ELEMENTS` elements, because every call builds it. The input may have at most
+`_MAX_POSITIONS_PER_TAP` positions per position of the filter (tap), because this ratio determines the share of zeros.
+Up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), the product was faster than
+cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Return whether a product with the `filter_matrix` is faster than the convolution."""
+    """Return whether a product with the `filter_matrix` is faster than cuDNN's convolution."""
     # A convolution with filters of size 1 x 1 already is a matrix product.
     K, C, F, G = w_shape
     positions = math.prod(input_size)
@@ -40,8 +41,8 @@ def filter_matrix(
 ) -> Array:
     """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`, in w's dtype.
 
-    The element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
-    `before` is the padding above and to the left of the input.
+    The element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before` for rows, and `l = j * stride +
+    v * dilation - before` for columns, else 0. `before` is the padding above and to the left of the input.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -67,11 +68,11 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""The least number of multiplications in float32 for which the product with the band pays. The exact kernel takes one
-launch instead of four."""
+"""In float32, `banded_input_gradient` is faster than the exact kernel only from this number of multiplications on,
+because it takes four launches. The exact kernel, which computes dx in full float32, takes one launch."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the largest ratio of multiplications by the band to multiplications in the exact kernel.
-Measured in float32; chosen by hand, not tuned, for half precisions."""
+"""Maps bytes per element to the largest number of multiplications by the band per multiplication in the exact kernel.
+The value for float32 is measured. The value for half precisions is chosen by hand, not tuned."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
@@ -101,8 +102,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
 
-    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`. The `_band` multiplies dy,
-    placed at the maxima with zeros elsewhere, once per row of the pool's windows.
+    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`, for P rows of Q windows. dy is
+    placed at the maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives dx.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
@@ -126,7 +127,8 @@ def _band(w, Q, W, window):
     """Return the band, and the number of input rows that one row of the pool's windows reaches.
 
     The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps dy
-    at position (r, s) of window q to dx in row i and column j, for Q windows of width S and an input of width W.
+    at position (r, s) of window q to dx in row i of these input rows and column j, for Q windows of width S and an
+    input of width W.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

@@ -1,6 +1,7 @@
 """Layouts of images and filters. Ops transpose to NCHW and OIHW, and XLA combines the transposes with the convolution.
 
-A layout is a tuple of axes: batch (or output channels), channels (or input channels), and spatial axes.
+A layout is a tuple of an array's axes in this order: batch (or output channels), channels (or input channels), and
+spatial axes. For example, an NHWC image has the layout (0, 3, 1, 2).
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a`, given in this layout, with the channels first. Require that the result has the shape `wanted`."""
+    """Return `a`, given in this layout, with the axes in the order of the layout. Require the shape `wanted`."""
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)
 

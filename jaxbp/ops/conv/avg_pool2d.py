@@ -62,7 +62,7 @@ def _gradient(dy, *, windows, counted, shape):
 
 def _gradient_kernel(dy, *, windows, counted, shape):
     counts = _counts(windows, counted, jnp.float32)
-    # If all counts are equal, the weights divide, and the kernel reads dy's dtype.
+    # If all counts are equal, the kernel's weights are 1 / counts, so that it reads dy without a copy in float32.
     share, weight = (dy, 1 / counts) if isinstance(counts, int) else (upcast(dy) / counts, 1.0)
     spread = _spread(share, windows)
     images = batch_last(spread.reshape(-1, 1, *spread.shape[2:]))
@@ -105,15 +105,17 @@ def avg_pool2d(
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
     """Average-pooling, `y[n, c, i, j] = 1/m Σ over u, v of x[n, c, i s + u d - p, j s + v d - p]`, where s is the
-    stride, d the dilation, p the padding before the first element, and m the number of positions that count.
+    stride, d the dilation, p the padding before the first element, and m the number of positions that count in the
+    window.
 
     Args:
-      count_include_pad: whether the zeros of the padding count. Positions that `ceil_mode` adds never count.
-      Other arguments and errors: as in `max_pool2d`, with 0 in place of -inf.
+      count_include_pad: whether positions in the padding count in m. Positions in x always count. Positions that
+        `ceil_mode` adds after the padding never count.
+      Other arguments and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
 
     Returns:
-      y, in x's dtype, with the size that `max_pool2d` returns. If no position of a window counts, its mean is NaN. This
-      happens only with dilation and `count_include_pad=False`.
+      y, in x's dtype, with the size that `max_pool2d` returns. The mean of a window is NaN if none of its positions
+      count, which happens only with dilation and `count_include_pad=False`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
@@ -136,12 +138,12 @@ def avg_pool2d_backward(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows that contain (h, l), where m
-    is the number of positions that count in the window.
+    """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows (i, j) that contain (h, l),
+    where m is the number of positions of window (i, j) that count.
 
     Args:
       dy: gradient with respect to y.
-      input_size: height and width of x, which y does not determine.
+      input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `avg_pool2d`.
     """
     op = "avg_pool2d_backward"

@@ -35,11 +35,11 @@ def conv1d(
     """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p]
     w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
 
-    With `padding="CAUSAL"` and stride 1, y at one position depends on x at this position and before it.
+    With `padding="CAUSAL"` and stride 1, y at one position depends only on x at this position and before it.
 
-    With `groups` equal to the number of input channels and of output channels, it is the depthwise convolution of
-    Mamba. If its stride and its dilation are 1, its sums are in float32 or wider at every precision.
-    Its kernel needs the channels on the last axis of x and y. Other layouts cost transposes.
+    If `groups`, the number of input channels, and the number of output channels are equal, the convolution is
+    depthwise, as in Mamba. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is.
+    Its kernel needs the channels on the last axis of x and y, so other layouts cost transposes.
 
     Args:
       x: sequences, NCW.
@@ -49,8 +49,8 @@ def conv1d(
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NWC", "WIO",
         "NWC"). None means ("NCW", "OIW", "NCW").
-      implementation: "pallas" (no dilation; groups only in the depthwise convolution above, with a filter_width of at
-        most 8), "xla", "autodiff", or None for the fastest on the platform.
+      implementation: "pallas", "xla", "autodiff", or None for the fastest on the platform. "pallas" supports no
+        dilation. It supports groups only in depthwise convolutions with stride 1 and a filter_width of at most 8.
       Other arguments: as in `conv2d`.
 
     Returns:
@@ -93,12 +93,11 @@ def conv1d_backward(
 ]:
     """Gradients of `conv1d` with respect to x, w, and b.
 
-    `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h`,
+    `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h` (letters as in `conv1d`),
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
     Args:
       dy: gradient with respect to y.
-      x, w: as in the forward.
       Other arguments: as in `conv1d`.
 
     Returns:
@@ -107,7 +106,7 @@ def conv1d_backward(
     Raises:
       TypeError, ValueError, NotImplementedError: as in `conv1d`.
 
-    Source: as in `conv2d`, chapter 4.
+    Source: chapter 4 of the guide that `conv2d` names.
     """
     op = "conv1d_backward"
     arguments = x, w, w  # b has the dtype of w
@@ -130,7 +129,7 @@ def conv1d_backward(
 
 def _row(a):
     """Return sequences as images with one row."""
-    return a.reshape(*a.shape[:2], 1, *a.shape[2:])  # the gradient of `lax.expand_dims` would be a sum
+    return a.reshape(*a.shape[:2], 1, *a.shape[2:])  # the gradient of `lax.expand_dims` would sum over the new axis
 
 
 def _of_row(options: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return checks.unsupported_dtype(*arrays)
 
 
-# The kernels are slower than cuDNN, because they need transposes of the NCHW images.
+# cuDNN is faster than the kernels, because the kernels need transposes of the NCHW images.
 _LIBRARY = DefaultImplementation(gpu="xla")
 
 
@@ -88,7 +88,7 @@ _BIAS_GRADIENT = _part(
     },
     default=_LIBRARY,
 )
-# One kernel computes both gradients on the tensor cores.
+# One kernel computes the gradients with respect to w and b on the tensor cores.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
@@ -112,7 +112,7 @@ def _gradients(dy, x, w, b, *, implementation, **options):
     return _INPUT_GRADIENT(dy, w, input_size=x.shape[2:], implementation=implementation, **options), dw, db
 
 
-# With None, the forward and each gradient choose separately.
+# With `implementation=None`, the forward and each gradient choose their defaults separately.
 _EVERY = ("pallas", "xla", None)
 CONV2D = Pair(
     formulas.forward,
@@ -142,23 +142,26 @@ def conv2d(
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """Convolution without flipping the filter, as usual in deep learning:
-    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`.
+    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`, where s is the stride, d
+    the dilation, and p the padding before the first element. Elements outside of x count as zero.
 
     Args:
-      x, w: images, NCHW, and filters, OIHW.
+      x: images, NCHW.
+      w: filters, OIHW.
       b: one bias per output channel, or None.
       stride, dilation: one int, or a pair for rows and columns. `jax.lax.conv_general_dilated` calls them
         window_strides and rhs_dilation.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
-        "SAME_LOWER", or "VALID". "SAME" gives the input's size divided by the stride, rounded up, with an odd zero
-        last. "SAME_LOWER" puts an odd zero first.
-      groups: the number of separate groups of channels. JAX calls it feature_group_count.
+        "SAME_LOWER", or "VALID". With "SAME", the size of y is the size of x divided by the stride, rounded up. If the
+        number of zeros is odd, "SAME" puts the extra zero after the image, and "SAME_LOWER" before it.
+      groups: the number of groups of channels. An output channel reads only the input channels of its group. JAX calls
+        this argument feature_group_count.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. If it permits tensor cores, as it does by default, float32 may be
-        rounded to TF32, and a NaN or infinity in a small image may spread over the image.
-      implementation: None for the fastest. "pallas" supports no dilation and no groups. It calls cuDNN for y, or
-        cuBLAS for y and dx of small images.
+        rounded to TF32. A NaN or infinity in a small image may then spread over the whole result for this image.
+      implementation: None for the fastest. "pallas" supports no dilation and no groups. It computes y by cuDNN. For
+        small images, it may compute y and dx by cuBLAS.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
@@ -191,12 +194,13 @@ def conv2d_backward_input(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
-    """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over all u, v
-    with `i s + u d - p = h` and `j s + v d - p = l`.
+    """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over the u
+    and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`, with letters as in
+    `conv2d`.
 
     Args:
       dy: gradient with respect to y.
-      input_size: height and width of x, which y does not determine.
+      input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `conv2d`.
 
     Returns:
@@ -231,15 +235,15 @@ def conv2d_backward_weights(
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
     """Gradient of `conv2d` with respect to w:
-    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
+    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`, with letters as in `conv2d`.
 
     Args:
       dy: gradient with respect to y.
-      filter_size: height and width of w, which x and y do not determine if the stride skips rows.
+      filter_size: height and width of w. With a stride above 1, the sizes of x and y do not determine them.
       Other arguments and errors: as in `conv2d`.
 
     Returns:
-      dw, in the dtype to which `jax.numpy` promotes dy and x, summed in float32.
+      dw, in the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -266,10 +270,10 @@ def conv2d_backward_bias(
 
     Args:
       dy: gradient with respect to y.
-      dimension_numbers: as in `conv2d`. Only the layout of y is used.
+      dimension_numbers: as in `conv2d`. Only the layout of y matters, because dy has this layout.
 
     Returns:
-      db, in dy's dtype, summed in float32.
+      db, in dy's dtype. Half precisions are summed in float32.
 
     The errors are as in `conv2d`.
     """

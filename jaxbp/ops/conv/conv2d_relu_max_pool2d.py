@@ -56,7 +56,7 @@ def _forward_and_indices(x, w, b, **options):
 def _max_and_indices(z, *, windows):
     """Return the maximum of ReLU(z) in each window, and its position.
 
-    If no element of a window is above 0, the position lies outside of it: the number of positions in a window.
+    If no element of a window is above 0, its index is the number of positions in a window, which is no position.
     """
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
@@ -87,7 +87,7 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU was 0 in a whole window, its position lies outside of it, and the pool's backward adds no gradient.
+    # If ReLU is 0 in a whole window, its index is no position of it, so the pool's backward adds no gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -179,11 +179,12 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    Residuals are the arguments x, w, and b, and the position of the maximum of each window of the pool. A position
-    takes one byte for windows of up to 255 positions.
+    The residuals are x, w, b, and the position of the maximum in each window of the pool. A position takes one byte if
+    the windows have at most 255 elements, else four.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
+      stride, padding: for the convolution.
       implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
         at most 16 positions. It may call cuBLAS for dx of small images.
       Other arguments and errors: as in `conv2d` and `max_pool2d`.
@@ -211,9 +212,9 @@ def conv2d_relu_max_pool2d_with_indices(
     """Return the result of `conv2d_relu_max_pool2d` and the positions that its backward needs.
 
     Returns:
-      (y, indices). indices has the position of the maximum of each window, as `u * window_width + v` for row u and
-      column v of the window, or `window_height * window_width` if ReLU was off. It is uint8 for windows of up to 255
-      positions, else int32, and has no gradient.
+      (y, indices). An index is the position of the maximum in its window, `u * window_width + v` for row u and column v
+      of the window. It is `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient.
+      They are uint8 for windows of up to 255 positions, else int32.
 
     Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
@@ -239,7 +240,7 @@ def conv2d_relu_max_pool2d_backward(
 ]:
     """Gradients of `conv2d_relu_max_pool2d` with respect to x, w, and b.
 
-    Let dz be dy at the selected position of each window, and zero elsewhere. The gradients are
+    Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
     Args:

@@ -24,7 +24,7 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    """Return the elements of x at one position of every window, `(N, C, P, Q)`."""
+    """Return the elements of x at position `place`, (row, column), of each of the P x Q windows, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
     rows, columns = (
         slice(at * d, at * d + (n - 1) * s + 1, s)
@@ -37,7 +37,7 @@ def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, windows, -jnp.inf) for place in places]
-    # Computed from a value, the indices have its sharding on a mesh with explicit axes.
+    # The indices are computed from a value, so that they have the value's sharding on a mesh with explicit axes.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
@@ -50,7 +50,7 @@ def max_and_indices(x, *, windows):
 
 def _first_inside(windows):
     """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`."""
-    # A window of only -inf selects this position. A dilated window that reads only padding selects a position in it.
+    # A window of only -inf selects this position. If a dilated window reads only padding, its index is in the padding.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
         for n, f, s, d, (before, _) in zip(
@@ -91,7 +91,7 @@ def scatter_formula(dy, indices, *, windows):
 
 def _send_to_places(dy, indices, windows):
     zero = jnp.zeros((), dy.dtype)
-    # Windows may overlap, so dx is a sum, in float32 or wider.
+    # Windows may overlap, so dx is a sum over windows, in float32 or wider.
     dx = jnp.zeros((*dy.shape[:2], *windows.input_size), wide(dy.dtype))
     for i, place in enumerate(_places(windows.window)):
         # dy is spaced out by the stride and shifted to position `place` of each window.
@@ -171,20 +171,21 @@ def max_pool2d(
     Args:
       window: height and width of the windows, an int or a pair.
       stride: an int or a pair. None means the size of the window. (Flax's default is 1.)
-      padding: the number of -inf around the image: an int, or for rows and for columns an int or a pair (before,
-        after); or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than the window with
-        its dilation.
+      padding: the number of -inf around the image: an int; for rows and for columns an int or a pair (before, after);
+        or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than `d (window - 1) + 1`,
+        the extent of a dilated window.
       dilation: the distance between the positions of a window, an int or a pair.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0.
-      implementation: None for the fastest. "pallas" supports no dilation, and uses XLA if every position is in exactly
-        one window.
+      implementation: None for the fastest. "pallas" supports no dilation. If every position of x is in exactly one
+        window, "pallas" uses XLA.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
-      rounded down, or up if `ceil_mode`. A window with a NaN gives NaN. The gradient goes to the first of equal maxima
-      in row-major order, or to the first NaN. With "autodiff", XLA chooses the position for a window with NaN.
+      rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. The gradient of a window goes to
+      the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA chooses the position that
+      receives the gradient of a window with NaN.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -207,8 +208,9 @@ def max_pool2d_with_indices(
     """Return the result of `max_pool2d` and the index of each maximum in its window.
 
     Returns:
-      (y, indices). indices has the position of the first maximum (or NaN) in each window, as `u * window_width + v` for
-      row u and column v of the window. It is uint8 for windows of up to 256 positions, else int32, and has no gradient.
+      (y, indices). An index is the position of the first maximum (or NaN) in its window, `u * window_width + v` for row
+      u and column v of the window. Indices have no gradient. They are uint8 for windows of up to 256 positions, else
+      int32.
 
     Arguments and errors are as in `max_pool2d`.
     """
@@ -229,8 +231,8 @@ def max_pool2d_backward(
 
     Args:
       dy: gradient with respect to y.
-      indices: as returned by `max_pool2d_with_indices`. A gradient whose index lies outside of the window is dropped.
-      input_size: height and width of x, which y does not determine.
+      indices: as returned by `max_pool2d_with_indices`. If an index is outside of its window, dy is ignored there.
+      input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `max_pool2d`.
 
     Returns:
