@@ -1,7 +1,8 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows, one per channel. The
-coefficients are a pair of lists with `(4, gates, kernels)` per perception layer and `(4, gates)` per update layer.
+A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows. A row has one value per cell.
+The coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)`
+per update layer. A kernel is one of several circuits of perception with the same wires.
 """
 
 import math
@@ -49,7 +50,7 @@ def zeros(prepared: tuple) -> tuple[list, list]:
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients of the coefficients, given their sums over the ticks."""
+    """Return the gradients of the coefficients, given `total`, the sum of the gradients of all ticks."""
     return total
 
 
@@ -108,9 +109,10 @@ def tick_backward_of_rows(
 
 @jax.custom_jvp
 def in_range(new: Array) -> Array:
-    """Clip a state to [0, 1]. The derivative of the result counts as 1.
+    """Clip a state to [0, 1], with derivative 1 everywhere.
 
-    An XNOR gate whose inputs are 1 + e has a value of about 1 + 2e, and would amplify rounding errors without limit.
+    Without clipping, rounding errors would grow without limit. For example, an XNOR gate whose inputs are 1 + e has a
+    value of about 1 + 2e.
     """
     return jnp.clip(new, 0, 1)
 

@@ -1,8 +1,10 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
 A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). The gradient of a
-state is a pair (dseen, dkept). dseen has, for each cell, the gradients of the nine cells that it sees. dkept has the
-rest, such as gradients of cells that kept their state.
+state is a pair (dseen, dkept). dseen has, for each cell, the terms that this cell adds to the gradients of the nine
+cells that it sees. dkept has all other terms, such as the gradients of cells that kept their state.
+
+A lane computes one gate of a layer. Its gate reads and writes rows of shared memory (`Plan`).
 """
 
 import dataclasses
@@ -24,7 +26,8 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches their kernels as one CUDA graph, which is faster."""
+"""The number of ticks in the body of a compiled loop. XLA launches the kernels of these ticks as one CUDA graph,
+which is faster than separate launches."""
 _GATES, _LANES = 0, 1
 """Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
@@ -32,7 +35,8 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For each lane, the indices of the two rows of shared memory that its gate reads, packed into one integer."""
+    """For each lane, the indices of the two rows of shared memory that its gate reads, packed into one integer. The
+    rows differ between the forward and the backward."""
 
     forward: Array
     backward: Array
@@ -172,7 +176,8 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
     """Compute `tick_backward` by the formula, in the layout of the kernels."""
-    # The formula sums the gradients of perception over the channels, so the first channel's lanes get the sum.
+    # The formula sums the gradients of perception's coefficients over the channels. The lanes of the first channel get
+    # this sum, and the other lanes get 0.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -260,8 +265,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # The gradients of perception's first layer are summed over the kernels first. The sums have the axes (role, gate,
-    # channel). The center cell is also read by the first update layer.
+    # The gradients that perception's first layer writes are summed over perception's kernels first. These sums have the
+    # axes (role, gate, channel). The first update layer, too, reads the center cell.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)

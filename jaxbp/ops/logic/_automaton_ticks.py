@@ -1,6 +1,7 @@
 """Many ticks of a logic cellular automaton, given the coefficients of its gates.
 
-Formulas or kernels compute a tick. They are two modules with the same functions (`backend`).
+A tick is computed by formulas or by kernels. Two modules with the same functions contain them, and the argument
+`backend` is one of these modules.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout: one key per tick, and the rounding rate, or None if it is the number 0.
+    """Random choices of a rollout: one key per tick, and the rounding rate, which is None if nothing is rounded.
 
     If nothing is random, the argument `draws` of a function is None.
     """

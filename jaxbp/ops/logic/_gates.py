@@ -1,7 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-A row has the values of one input in all examples. Gates of several kernels have the same wires but separate
-coefficients, along the middle axes `...`. If the rows have size 1 along such an axis, all its gates read the same rows.
+A row has the values of one input in all examples. Several circuits may have the same wires but separate coefficients,
+along the middle axes `...`. If the rows have size 1 along such an axis, these circuits read the same rows.
 """
 
 import functools
@@ -28,13 +28,13 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
     """Return (dc, drows), given dy.
 
-    `dc = Σ dy (1, a, b, ab)` sums over the examples. drows sums over the gates that read a row (its consumers):
-    `dy (c1 + c3 b)` if the row is the gate's a, and `dy (c2 + c3 a)` if it is its b.
+    `dc = Σ dy (1, a, b, ab)` is a sum over the examples. The gradient of a row is a sum over the gates that read it
+    (its consumers): of `dy (c1 + c3 b)` if the row is the gate's a, and of `dy (c2 + c3 a)` if the row is the gate's b.
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
     shared = [axis for axis in range(1, rows.ndim - 1) if rows.shape[axis] == 1]
-    if shared:  # The gradients of gates that read the same rows are summed first.
+    if shared:  # The terms of circuits that read the same rows are summed first.
         dy = [jnp.expand_dims(d, shared) for d in _sums(shared, *(c[..., None] * dy for c in coefficients[1:]))]
         slopes, curve = _interleaved(jnp.stack(dy[:2])), dy[2]
     else:
@@ -81,7 +81,7 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Compute all sums in one reduction. XLA's CPU compiler would compute separate ones ten times more slowly."""
+    """Compute all sums in one reduction. XLA's CPU compiler computes separate sums ten times more slowly."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
@@ -95,7 +95,8 @@ _MOST_TURNS = 32
 """The largest number of consumers per input for which the sum over them is unrolled, with one gather per consumer."""
 
 _LARGEST_PRODUCT = 2**14
-"""The largest size of a 0-1 matrix `(inputs, consumers)` by which sums over consumers are computed."""
+"""The largest number of elements of a 0-1 matrix `(inputs, consumers)` for which a product with this matrix computes
+the sums over consumers."""
 
 
 def few_have_most(wires: Wires) -> bool:

@@ -19,10 +19,11 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return the largest output of each tree in each window of the pool, and its first position.
+    """Return the largest output of each tree in each window of the pool, and its first position there.
 
     x is padded. The coefficients have the shape `(kernels, gates, 4)`, and the results `(kernels, height, width, N)`.
-    A position is `u * width + v` for row u and column v of the window. For windows of size 1, the positions are None.
+    A position is `u * window_width + v` for row u and column v of the window. If windows have size 1, the positions
+    are None.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -43,7 +44,7 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """Return (dc, dx), where x is padded."""
+    """Return the gradients (dc, dx) of the coefficients and of the padded x. `places` has the maxima's positions."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
@@ -86,7 +87,7 @@ def _sum(a: Array) -> Array:
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Return whether a value replaces the largest so far: the first maximum, or the first NaN, is kept."""
+    """Return whether `value` replaces `largest`, the largest value so far. The first maximum, or first NaN, is kept."""
     return ~(value <= largest) & (largest == largest)
 
 
@@ -110,7 +111,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx, for the tree that `places` selects in each window."""
+        """Add the gradient of a leaf to dx, for the position of the tree that `places` selects in each window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -88,7 +88,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         name,
         {"autodiff": definition, **per_implementation(function, ("pallas", "xla"))},
         unsupported=_unsupported,
-        # JAX does not infer the sharding of the array to which the cells of all grids are concatenated.
+        # JAX cannot infer the sharding, because the op concatenates the cells of all grids to one axis.
         sharded_like=like,
         jit=True,
     )
@@ -119,17 +119,18 @@ def automaton_step(
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
-    Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order. A
-    cell outside of the grid is 0, or is a cell on the opposite side if the automaton is periodic. perception_k and
-    update are layers of gates, as in `gate_layer`. Rounding errors outside of [0, 1] are clipped with derivative 1,
-    because gates that compare a and b double them in every layer.
+    Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
+    Beyond the border of the grid, cells are 0. If the automaton is periodic, they are the cells on the opposite side
+    instead. perception_k and update are layers of gates, as in `gate_layer`. The outputs of perception_k are called
+    bits. The next state is clipped to [0, 1] with derivative 1, because an XNOR gate would double a rounding error
+    outside of [0, 1] in every layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
-        `(gates, parameters)` for update. They may have a wider dtype than the state.
+        `(gates, parameters)` for update. The logits may have a wider dtype than the state.
       state: values in [0, 1].
-      key: decides which cells update; required if `fire_rate` is below 1.
-      fire_rate: the probability with which a cell updates. Otherwise it keeps its state.
+      key: the random key that decides which cells update; required if `fire_rate` is below 1.
+      fire_rate: the probability with which a cell updates. A cell that does not update keeps its state.
       parametrization: as in `gate_layer`.
       implementation: None for the fastest.
 
@@ -160,10 +161,10 @@ def automaton_step_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
-    """Gradients of `automaton_step`, in each gate layer as in `gate_layer_backward`.
+    """Gradients of `automaton_step`, by the formulas of `gate_layer_backward` in each layer of gates.
 
     The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
-    cell's state is a sum over the nine cells that see it, plus `dnext` of the cell if the cell did not update.
+    cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if the cell did not update.
 
     Args:
       dnext: gradient with respect to the next state.
@@ -205,13 +206,13 @@ def automaton_rollout(
     Args:
       steps: the number of ticks; static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
-        (straight-through). The rate has gradient 0, and is not checked if traced.
+        (straight-through). The gradient of the rate is 0. A traced rate is not checked.
       memory: what the forward keeps for the backward. All policies give the same gradients. For T ticks of a state of n
-        bytes, they keep
-        "all": the inputs of every gate in every tick, but T n bytes with kernels, which recompute the inputs.
+        bytes, they keep:
+        "all": the inputs of every gate in every tick. "pallas" keeps only the state before every tick, T n bytes.
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
-        "logarithmic": about 2 log2(T) n bytes, by binomial checkpointing.
+        "logarithmic": the states that binomial checkpointing selects, about 2 log2(T) n bytes.
       Other arguments: as in `automaton_step`.
 
     Returns:
@@ -249,7 +250,7 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is rounded with the random values of the forward.
+    Here s_t is as in `automaton_rollout`, rounded with the same random values as in the forward.
 
     Args:
       dlast: gradient with respect to the last state.
@@ -293,7 +294,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
-    """Return the random options, or None if nothing is random. If `steps` is None, there is one tick."""
+    """Return the keys and the rounding rate, or None if nothing is random. If `steps` is None, there is one tick."""
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None
@@ -317,7 +318,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Return the rounding rate as an array, or None for the number 0, with which nothing is drawn."""
+    """Return the rounding rate as an array, or None if it is the number 0, because nothing is rounded then."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             wanted = "a number in [0.0, 1.0], or a floating array of shape ()"

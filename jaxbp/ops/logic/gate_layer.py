@@ -1,14 +1,16 @@
 """Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-A gate computes one of 16 functions of two bits. The bits of the function's number, from the highest, are its values at
-(a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each function is linear in a and in b:
+A gate computes one of 16 functions of two bits. Each function has a number of four bits. From the highest, these bits
+are the function's values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each
+function is linear in a and in b:
 
     0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
     1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-One `Pair` maps the parameters of each gate to its coefficients, and a second one maps the coefficients to values.
+A mixture of these functions is `c0 + c1 a + c2 b + c3 ab` with four coefficients. One `Pair` maps the parameters of a
+gate to its coefficients. A second `Pair` maps coefficients and inputs to the gate's value.
 """
 
 import dataclasses
@@ -90,8 +92,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 def _copies_of_inputs(wires, rows):
     """Compute `_inputs_of_gates`, but gather from `max_fan_out` copies of each row. Each copy is read at most once."""
-    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather adds in an
-    # order that varies on a GPU. If few rows have most consumers, copies need too much memory.
+    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather is a
+    # scatter, whose order of additions varies on a GPU. If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
@@ -99,7 +101,7 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the index of the copy that gate g reads: element 2 g for its input a, and 2 g + 1 for its input b."""
+    """Return the indices of the copies that gates read: element 2 g for input a of gate g, and 2 g + 1 for input b."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -109,8 +111,8 @@ def _copies_read(wires):
 def _features_first(x):
     """Reshape `(..., features) -> (features, examples)`."""
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # On a CPU, the transposed array is stored in this order. Otherwise XLA keeps x's layout and gathers single elements
-    # instead of rows.
+    # On a CPU, `_as_rows` makes XLA store each feature as a row. Otherwise, XLA keeps x's layout and gathers single
+    # elements instead of rows.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
@@ -121,7 +123,8 @@ def _features_last(x, shape):
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector has only one memory layout, and keeps its order. A layout constraint could not be exported.
+    # A vector has only one memory layout, so the barrier fixes the order of the elements in memory. A program with a
+    # layout constraint could not be exported.
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -231,7 +234,7 @@ def _layer(parameters, wires, x, *, parametrization, groups, implementation):
 
 
 def _layer_backward(dy, parameters, wires, x, *, parametrization, groups, implementation):
-    # Both gradients of the parameters are added before they are rounded. In half precision, one of them could overflow.
+    # dc stays in float32 or wider, because its sum over the batch could overflow in half precision.
     pair, wide = COEFFICIENTS[parametrization], upcast(parameters)
     dc, _, dx = _GATES_BACKWARD(dy, pair.forward(wide), wires, x, groups=groups, implementation=implementation)
     return pair.backward(dc, wide, implementation=implementation).astype(parameters.dtype), dx
@@ -272,22 +275,24 @@ def gate_layer(
     """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
 
     Here a and b are the inputs that `wires` assigns to gate g, and the docstring of the module lists the functions
-    op_i. Each is linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab`.
+    op_i. Each op_i is linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab` with four coefficients per gate.
 
     Args:
-      logits: the parameters of each gate. They may have a wider dtype than x.
+      logits: the parameters of each gate. The logits may have a wider dtype than x.
       x: bits, or numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
-        "input_wise": 4 parameters. Their sigmoids are the rows of the truth table.
-        "walsh": 4 weights of 1, A, B and AB, where A and B are ±1 for the two bits. A row of the truth table is the
-          sigmoid of the weighted sum. Relaxed inputs interpolate between the rows, unlike in the source.
-      groups: if given, the number of groups of neighboring gates over which the results are sums, as in
-        `jaxbp.group_sum`.
+        "input_wise": 4 parameters, one per row of the truth table. The value of the gate in a row is the sigmoid of its
+          parameter.
+        "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The value of the gate in a row of the
+          truth table is the sigmoid of the weighted sum. For inputs between 0 and 1, y interpolates between the four
+          values, unlike in the source.
+      groups: None, or the number of groups of neighboring gates. The results are then the sums of the values in each
+        group, as in `jaxbp.group_sum`.
       implementation: None for the fastest.
 
     Returns:
-      y in x's dtype, computed in float32 or wider. With `groups`, the sums in float32 or wider.
+      y in x's dtype, computed in float32 or wider. With `groups`, y has the sums, in float32 or wider.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -312,15 +317,15 @@ def gate_layer_backward(
     groups: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "gates parameters"], Float[Array, "*batch inputs"]]:
-    """Gradients of `gate_layer`. With p the softmax of a gate's logits,
+    """Gradients of `gate_layer`. With p the softmax of a gate's logits, and c and op_i as in `gate_layer`,
 
         dlogits_i = Σ_batch dy p_i (op_i - y)
         da = dy Σ_i p_i ∂op_i/∂a = dy (c1 + c3 b)
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
-        dx_j = Σ da over the gates that read input j as their a + Σ db over those that read it as their b
+        dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
 
-    The only sums over the batch are `dc = Σ_batch dy (1, a, b, ab)`. From them follows
-    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where T holds the coefficients of the 16 functions.
+    The only sums over the batch are the gradients of the coefficients, `dc = Σ_batch dy (1, a, b, ab)`. From dc follows
+    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where row i of T has the four coefficients of op_i.
 
     Args:
       dy: gradient with respect to y.

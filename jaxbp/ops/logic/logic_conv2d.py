@@ -1,8 +1,8 @@
-"""Convolutions of differentiable logic gates: each kernel is a tree of two-input gates, the same at every position.
+"""Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
 
-A kernel of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values, the "or" of bits. If convolution and or-pool are one op, the forward keeps one byte per pooled
-output, the position of the largest value. The backward recomputes only the tree at this position.
+A tree of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
+neighboring values, which is the "or" of bits. If convolution and or-pool are one op, the forward keeps the position of
+the largest value, one byte per pooled output. The backward recomputes only the tree at this position.
 """
 
 import functools
@@ -206,12 +206,12 @@ def logic_conv2d(
     (i, j).
 
     Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
-    stride and p the padding. In each level, gate g takes the values 2 g and 2 g + 1 of the previous level as its inputs
-    a and b. It computes `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`. In logits, gates are numbered
-    level by level, with the root last.
+    stride and p the padding. The r-th gate of a level takes the values 2 r and 2 r + 1 of the previous level as its
+    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes
+    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
 
     Args:
-      logits: the parameters of each gate. They may have a wider dtype than x.
+      logits: the parameters of each gate. The logits may have a wider dtype than x.
       x: bits, or numbers between 0 and 1.
       stride: an int, or a pair for rows and columns.
       padding: zeros on each side, as in `conv2d`.
@@ -243,13 +243,14 @@ def logic_conv2d_backward(
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
     """Gradients of `logic_conv2d`, computed from the root of each tree to its leaves.
 
-    For a gate with coefficients c, whose value has the gradient dy,
+    For a gate with the coefficients c of `gate_layer`, whose value has the gradient dy,
 
         da = dy (c1 + c3 b)
         db = dy (c2 + c3 a)
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`. dx sums da and db over all leaves that read a position of x.
+    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the
+    gradients of all leaves that read this position.
 
     Args:
       dy: gradient with respect to y.
@@ -300,8 +301,8 @@ def logic_conv2d_or_pool2d_with_indices(
 ) -> tuple[Float[Array, "batch kernels out_height out_width"], Integer[Array, "batch kernels out_height out_width"]]:
     """Return (y, indices): the result of `logic_conv2d_or_pool2d`, and the positions that its backward needs.
 
-    Each index is the first maximum in its window, as in `max_pool2d_with_indices`. Arguments and errors are as in
-    `logic_conv2d_or_pool2d`.
+    Each index is the position of the first maximum in its window, as in `max_pool2d_with_indices`. Arguments and errors
+    are as in `logic_conv2d_or_pool2d`.
     """
     op = "logic_conv2d_or_pool2d_with_indices"
     y, indices = _call(op, logits, wires, x, pool, stride, padding, parametrization, implementation)
@@ -321,13 +322,13 @@ def logic_conv2d_or_pool2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d_or_pool2d`: the gradients of `logic_conv2d_backward`, with dy of each window at its
-    selected position.
+    """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
+    in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
     Args:
       dy: gradient with respect to y.
-      indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. For values outside of the
-        window, the result is undefined.
+      indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. If an index is outside of
+        its window, the result is undefined.
       Other arguments and errors: as in `logic_conv2d_or_pool2d`.
 
     Returns:
@@ -354,7 +355,7 @@ def logic_or_pool2d(
 ) -> Float[Array, "batch channels out_height out_width"]:
     """Return the "or" of the bits in each window, relaxed to their maximum.
 
-    This is `max_pool2d`, and the backward is `max_pool2d_backward`.
+    This is `max_pool2d` with the window `pool`, and the backward is `max_pool2d_backward`.
 
     Source: as in `logic_conv2d`.
     """
