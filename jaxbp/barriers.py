@@ -2,7 +2,8 @@
 
 A barrier prevents XLA from merging equal computations, and from moving or repeating a computation. Before jaxlib
 0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, this file replaces the barrier
-with a call that the attribute `inlineable` forbids XLA to inline. Barriers affect time and memory, but not results.
+with a call of a function. The attribute `inlineable` keeps XLA from inlining this call. Barriers affect time and
+memory, but not results.
 """
 
 import functools
@@ -22,12 +23,12 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays, on the CPU through a barrier, without which XLA recomputes an array wherever it is read."""
+    """Return the arrays. On the CPU, they pass a barrier, because otherwise XLA recomputes an array for each read."""
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, whose recomputation XLA cannot move out of the backward pass."""
+    """Return `jax.checkpoint(f)`, so that XLA cannot move the recomputation of f out of the backward pass."""
     return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
 
 
@@ -36,7 +37,7 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return f as a function that stays a call in the compiled program, as do its derivatives."""
+    """Return f as a function that XLA never inlines. XLA does not inline its derivatives either."""
 
     @jax.jit
     def inner(x):

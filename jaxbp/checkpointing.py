@@ -2,9 +2,9 @@
 
 The backward of `state = step(state, t)` needs the state before each step, last step first. `checkpointed_scan` lists
 the policies that decide which states the forward keeps. "logarithmic" divides the steps into n segments of about
-log2(steps) steps, and keeps the states before about log2(n) segments. Binomial checkpointing selects these segments: s
-kept states suffice for binomial(s + r, s) segments if no segment is recomputed more than r times. No schedule reaches
-more segments.
+log2(steps) steps, and keeps the states before about log2(n) segments. Binomial checkpointing selects these segments.
+With s kept states, it reverses up to binomial(s + r, s) segments without recomputing any segment more than r times. No
+other schedule reverses more segments.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
@@ -55,10 +55,10 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the state after `steps` of `state = step(state, t)`, from t = 0, and the states that the policy keeps.
+    """Return the state after the steps `state = step(state, t)` for t from 0 to `steps - 1`, and the kept states.
 
-    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` returns
-    the part of a state that `reverse_scan` needs.
+    `memory` is the policy that selects the kept states, any except "all". `unroll` is the number of steps in the body
+    of a compiled loop. `keep` returns the part of a state that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -87,9 +87,9 @@ def advance(
 def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t.
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. `state` is the state before step t.
 
-    `kept` comes from `advance` with the same steps and policy.
+    `kept` comes from `advance` with the same steps and policy. Return the last carry.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -136,7 +136,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps, from step `start`."""
+    """Return the state after `length` steps, the first of which is step `start`. `state` is the state before it."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -144,7 +144,8 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps. The first one is `start`, and `state` precedes it."""
+    """Return the carry after the backward of `length` steps. The first of these steps is step `start`, and `state` is
+    the state before it."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -168,14 +169,16 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan to visit n segments from the last to the first. A visit fetches a state and recomputes from there.
+    """A plan to visit n segments from the last to the first. A visit fetches a kept state, and recomputes the
+    states from there to its segment.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. One additional slot receives all other states.
-      first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: for each visit, its segment, the slot from which it fetches a state, the segment that begins with this
-        state, and its first index in `slots_on_the_way`: four arrays `(n,)`.
-      slots_on_the_way: for each segment that a visit recomputes, the slot to which the state before it is written.
+      slots: the number of slots, each of which keeps one state. One more slot receives the states that are not kept.
+      first_slots: for each segment, the slot to which the forward writes the state before the segment.
+      visits: four arrays `(n,)`: for each visit, its segment, the slot from which it fetches a state, the segment that
+        begins with this state, and the index of the visit's first entry in `slots_on_the_way`.
+      slots_on_the_way: for each segment that a visit recomputes, the slot to which the state before the segment is
+        written.
     """
 
     slots: int
@@ -197,7 +200,7 @@ def _schedule(n: int) -> _Schedule:
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # A visit does not store the state before its segment: it is stored already, or no later visit needs it.
+        # A visit does not store the state before its segment, because a slot has it, or no later visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
@@ -231,11 +234,11 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
 
 
 def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None = None) -> Callable[[Any], Any]:
-    """Return the function that applies the layers in order, with gradients that need less memory.
+    """Return the function that applies the layers in order, with a gradient that needs less memory.
 
     Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
-    layers are kept for the gradient. The rest is recomputed. For n layers with inputs of c bytes, a gradient needs the
-    intermediate results of one layer, and::
+    layers are kept for the gradient. The other inputs are recomputed. For n layers with inputs of c bytes, a gradient
+    needs the intermediate results of one layer, and::
 
         memory         bytes                                     each layer is recomputed
         "all"          every intermediate result of every layer  never
@@ -292,8 +295,8 @@ def checkpointed_scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
 
-    The policy `memory` decides before which steps the carry is kept for the gradient. The rest is recomputed. For T
-    steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
+    The policy `memory` decides before which steps the carry is kept for the gradient. The other carries are recomputed.
+    For T steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
 
         memory         carries kept                       bytes                           each step is recomputed
         "all"          as in JAX                          every result of every step      never
@@ -371,7 +374,7 @@ def _checkpointed(f, steps, reverse, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`, with None in place of float0, because `lax.scan` cannot carry float0."""
+    """Return the pullback of `jax.vjp`. It gives None in place of float0, which `lax.scan` cannot carry."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):

@@ -56,7 +56,10 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer."""
+    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer.
+
+    If the flag `finite` is given and false, return the given params and state.
+    """
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -82,19 +85,19 @@ def fused_adamw(
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
-    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step,
-    counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with its state.
+    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, rate the learning rate, and t the
+    number of the step, counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with Adam's state.
 
-    Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. `optax.inject_hyperparams` needs
-    `static_args="mask"` for a mask, and updates by Optax, because its result has no `apply`.
+    Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. For a mask,
+    `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.
 
     Args:
       learning_rate: a number, an array of shape (), or an Optax schedule.
       mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
-      implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster one. The kernel
-        supports float32, bfloat16, and float16, and computes in float32. In JAX before 0.11.0, None is Optax, because
-        kernels cannot change arrays in place.
+      implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
+        kernel supports float32, bfloat16, and float16, and computes in float32. In JAX before 0.11.0, None is Optax,
+        because kernels cannot change arrays in place there.
 
     Raises:
       TypeError, ValueError: an argument is not a number or out of range, or `apply` gets trees that do not match.
@@ -133,7 +136,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as Optax's chain and as a kernel. `numbers` has the hyperparameters that the methods' `arrays` lack."""
+    """AdamW as a chain of Optax and as a kernel. `numbers` has the hyperparameters that are numbers or schedules. The
+    argument `arrays` of the methods has the other hyperparameters."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -183,7 +187,7 @@ class _AdamW:
         return step if finite is None else step | {"finite": finite}
 
     def formula(self, names, decays, values, p, m, v, g):
-        """Return blocks of new parameters and moments, in float32, or the old blocks if the step is not finite."""
+        """Return blocks of new parameters and moments, in float32, or the old blocks if `finite` is false."""
         step = dict(zip(names, values, strict=True))
         new = self.update({**self.numbers, **step}, decays, p, m, v, g)
         if "finite" not in step:
@@ -253,7 +257,7 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of Adam or of a schedule, which count steps."""
+    """Return whether a tree is the state of Adam or of a schedule. Both states count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 

@@ -43,7 +43,8 @@ class DefaultImplementation:
 
     Attributes:
       gpu: the implementation on GPUs that run the kernels.
-      older_gpu: the implementation on other GPUs.
+      older_gpu: the implementation on other GPUs, and wherever `gpu` is "pallas" but the kernel does not support the
+        arguments or the mesh.
       elsewhere: the implementation on other platforms.
     """
 
@@ -57,8 +58,8 @@ def differentiable(
 ) -> Callable[P, R]:
     """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
 
-    `kernel` and `formula` take `(*arrays, **options)` and compute the same function.
-    With `batch_axes`, each device of a mesh runs the kernel on a part of the examples: see `jaxbp.sharding`.
+    `kernel` and `formula` take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of
+    a mesh runs the kernel on a part of the examples (see `jaxbp.sharding`).
     """
 
     @remembered
@@ -85,12 +86,12 @@ def differentiable(
 
 
 class Op(Generic[P, R]):
-    """A pure function with up to three implementations, selected by one argument.
+    """A pure function with several implementations, among which the argument `implementation=` of a call selects one.
 
     Args:
       name: the name in error messages and in compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. A call with
-        `implementation=None` uses the function under the key None if there is one. Otherwise `default` chooses.
+        `implementation=None` uses the function under the key None. If there is none, `default` chooses.
       unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
@@ -239,7 +240,7 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -
 
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-"""The name of the op that the user called, which may call other ops."""
+"""The name of the op that the user called. This op may call other ops."""
 
 
 @contextlib.contextmanager
@@ -285,13 +286,13 @@ class Pair(Op[P, R]):
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
         the residuals.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
-      linear: whether the forward is linear in its only array. The option `shape` is the shape of this array. The
-        backward is then called without residuals. Forward mode and `jax.linear_transpose` work.
-      linear_in: sets of indices of arrays. If the other arrays are constant, y is linear in the arrays of each set
-        together, apart from a constant term. `jax.linear_transpose` then works for these arrays.
+      linear: whether the forward is linear in its only array. If so, calls pass the shape of this array as the option
+        `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
+      linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
+        arrays of the set, except for a constant term. `jax.linear_transpose` then works for the arrays of each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`.
       name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
-      default_vjp: `default` for `vjp`, by default the same. If it is a function, its arguments are `(dy, *arrays)`.
+      default_vjp: the default implementations of `vjp`, or a function of `(dy, *arrays)`. If omitted, `default` holds.
 
     Attributes:
       backward: an `Op` of `(dy, *saved)`.
@@ -340,7 +341,7 @@ class Pair(Op[P, R]):
             for key, rule in backward.implementations.items()
             if key in saves and key != "autodiff"
         }
-        # With the key None, `save` has the fastest forward, so calls without a gradient use `save`, too.
+        # Under the key None, `save` runs the fastest forward. Calls without a gradient therefore use `save`, too.
         forwards = {
             key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
@@ -415,7 +416,7 @@ class Pair(Op[P, R]):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient of a linear function of an array of this shape, by JAX's autodiff at zero."""
+    """Return the gradient of `linear`, a linear function of an array of the given shape. JAX differentiates it at 0."""
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 

@@ -1,7 +1,7 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
 The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25 become zero. Gradients are often
-smaller, so the loss is multiplied by a scale, and its gradients are divided by the scale in float32.
+that small. Therefore, the loss is multiplied by a scale, and its gradients are divided by the scale in float32.
 `docs/mixed_precision.md` has an example.
 
 All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
@@ -125,12 +125,12 @@ def _is_float(a):
 class LossScale:
     """The scale of the loss, a pytree made by `create` or `static`.
 
-    A step is finite if its loss and all its gradients are finite. Other steps are skipped.
+    A step is finite if its loss and all its gradients are finite. Other steps should be skipped (`where_finite`).
 
     Attributes:
       value: the scale.
-      finite_steps: the finite steps since the scale last changed.
-      skipped_steps: the skipped steps since the last finite step.
+      finite_steps: the number of finite steps since the scale last changed.
+      skipped_steps: the number of skipped steps since the last finite step.
       growth, interval: after `interval` finite steps, the scale is multiplied by `growth`, if the product is finite.
       backoff, minimum: after a skipped step, the scale is multiplied by `backoff`, but stays at least `minimum`.
     """
@@ -154,7 +154,7 @@ class LossScale:
     ) -> "LossScale":
         """Return a dynamic scale.
 
-        Powers of two are exact: they change no digits of a gradient, unless it overflows or is subnormal.
+        A scale that is a power of two changes no digits of a gradient, unless the gradient overflows or is subnormal.
 
         Raises:
           ValueError: a number is not finite, or not in its range: `initial >= minimum > 0`, `growth >= 1`,
@@ -233,7 +233,7 @@ class LossScale:
         """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
 
         Raises:
-          FloatingPointError: all were skipped. By then a dynamic scale is at its minimum, and not the cause.
+          FloatingPointError: all these steps were skipped. A dynamic scale is then at its minimum, and not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:
@@ -281,7 +281,7 @@ def loss_scaled(
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
 
-    If a gradient is not finite, the updates are 0 and the optimizer's state does not change. The scale changes as in
+    If a gradient is not finite, the updates are 0 and the state of `optimizer` does not change. The scale changes as in
     `LossScale.update`.
     """
     import optax

@@ -15,11 +15,11 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments of a function with `jax.custom_vjp`, whose forward mode then raises an error with the op's
-    name.
+    """Return the arrays unchanged. Forward mode of a function of the result then raises an error with the op's name.
 
-    The tangents pass through a linear identity. Reverse mode only transposes it. Forward mode evaluates it, which
-    raises the error. JAX's error for a `custom_vjp` does not name the function.
+    The function has a `jax.custom_vjp`, and JAX's error for its forward mode would not name it. The tangents pass
+    through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates the identity, which
+    raises the error.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
@@ -72,8 +72,8 @@ ad.primitive_transposes[_tangents_p] = _transposed
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
     """Return `function(x)` for a linear function whose gradient is `transposed(dy)`.
 
-    Both modes, all orders, and `jax.linear_transpose` work. `jax.custom_derivatives.linear_call` does not work under
-    `vmap`.
+    Forward mode, reverse mode, derivatives of all orders, and `jax.linear_transpose` work, also under `vmap`, unlike
+    with `jax.custom_derivatives.linear_call`.
     """
     if not isinstance(x, jax.core.Tracer):
         return function(x)
@@ -116,10 +116,10 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)` for a function with a backward, so that `jax.linear_transpose` works in some arrays.
+    """Return `function(*arrays)` in such a way that `jax.linear_transpose` works with respect to some of the arrays.
 
-    `linear_in` is as in `Pair`. The transpose is the gradient at zero, because a linear function has the same gradient
-    everywhere.
+    The function has a hand-written backward. `linear_in` is as in `Pair`. The transpose is the gradient at zero,
+    because a linear function has the same gradient everywhere.
     """
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)

@@ -45,7 +45,7 @@ BatchAxes = Callable[..., Axes]
 def batched(*places: int, features: int = 1) -> BatchAxes:
     """Return a function that declares the leading axes of the arguments at these positions as batch axes.
 
-    It declares none if the argument at the first of these positions has at most `features` axes.
+    It declares no batch axes if the argument at the first of these positions has at most `features` axes.
     """
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
@@ -71,9 +71,9 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded by the compiler. Its results get the sharding that JAX infers for `autodiff`.
+    """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
 
-    Otherwise, the products in a hand-written backward might have to declare the sharding of their results.
+    On explicit axes, the products in a hand-written backward might have to declare the sharding of their results.
     """
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -147,7 +147,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
     # A partitioned function must not have constants. A separate `jax.jit` keeps the kernel's constants inside.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
-    # JAX cannot map partitioned functions, so the kernel is not partitioned under `vmap`.
+    # JAX has no `vmap` of partitioned functions, so the kernel is not partitioned under `vmap`.
     mapped = custom_vmap(call)
 
     @mapped.def_vmap
@@ -192,7 +192,8 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes over which the first batch axis is sharded, or () if they do not divide it evenly."""
+    """Return the mesh axes over which the first batch axis is sharded, or () if these axes do not divide the batch axis
+    evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)

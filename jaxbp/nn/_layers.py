@@ -30,6 +30,7 @@ class Conv2d(nnx.Module):
     Args:
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
       dtype: the dtype of the computation, to which inputs and parameters are cast.
+      param_dtype: the dtype in which the parameters are stored.
       rngs: random keys. The parameters are drawn with the stream `params`, uniformly within ±1/sqrt(number of inputs
         per output).
     """

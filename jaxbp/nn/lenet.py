@@ -30,7 +30,7 @@ Keep = Callable[[str, Array], None]
 class LeNet(nnx.Module):
     """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
 
-    The convolutions are valid. ReLU stands between the dense layers. There are 44,426 parameters.
+    The convolutions have no padding. ReLU follows each dense layer except the last. There are 44,426 parameters.
 
     Args:
       fused: whether convolution, ReLU and pool are one op, whose backward needs one byte per window of the pool.
@@ -119,9 +119,9 @@ def lenet_saved_tensors(
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
     """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward.
 
-    These are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits. If the
-    model is not fused, they include the pools' inputs. If `softmax_cross_entropy` is a separate kernel, it keeps two
-    more float32 numbers per image, which are not listed.
+    The tensors are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits.
+    If the model is not fused, they also include the pools' inputs. If `softmax_cross_entropy` is a separate kernel, it
+    keeps two more float32 numbers per image, which are not listed.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -138,7 +138,7 @@ def lenet_saved_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """A tensor of LeNet's training step."""
+    """A tensor of LeNet's training step. `kind` is "saved", "activation gradient", or "parameter gradient"."""
 
     kind: str
     name: str
@@ -153,9 +153,9 @@ class MemoryRow:
 def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: bool = False) -> list[MemoryRow]:
     """List the tensors that a training step of LeNet keeps and computes for a batch, with their sizes.
 
-    "saved" tensors are kept from the forward to the backward. An "activation gradient" is passed from one step of the
-    backward to the next (335,936 values at batch 32). A "parameter gradient" is a result (44,426 values). In half
-    precision, the backward also keeps a copy of each parameter in this precision, which is not listed.
+    A "saved" tensor is kept from the forward to the backward. An "activation gradient" is passed from one step of the
+    backward to the next (335,936 values at batch 32). A "parameter gradient" is a result of the backward (44,426
+    values). In half precision, a copy of each parameter is also kept for the backward. The copies are not listed.
 
     Raises:
       ValueError: the batch is below 1.
@@ -174,7 +174,7 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
         return list(saved.values())
 
     saved = jax.eval_shape(saved_tensors, state, images, labels)
-    # Gradients within a fused op do not exist in memory.
+    # Gradients between the parts of a fused op do not exist in memory.
     before_relu = {"fc3.input": "fc2", "fc2.input": "fc1", "pool2.input": "conv2", "pool1.input": "conv1"}
     gradients = {}
     for key, a in reversed(list(zip(names, saved, strict=True))):

@@ -24,7 +24,7 @@ Wiring = Callable[[int, int, int], Wires]
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
     """Return one bit per feature and threshold t, `x > t`, in x's dtype. The bits of a feature are adjacent.
 
-    Thresholds are rounded to x's dtype if it is floating. Integers and booleans are compared with them as numbers.
+    If x is floating, the thresholds are rounded to x's dtype. If x is integer or boolean, they are not rounded.
     """
     x = jnp.asarray(x)
     thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
@@ -62,7 +62,7 @@ class Gates(nnx.Module):
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 
     def harden(self) -> Array:
-        """Return the number of each gate's most probable function."""
+        """Return the number, from 0 to 15, of each gate's most probable function."""
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, **options):
@@ -87,7 +87,7 @@ class LogicLayer(Gates):
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
-        """Return the outputs of the gates, or with `groups` the sums over groups of gates, as in `jaxbp.gate_layer`.
+        """Return the outputs of the gates, or if `groups` is given, their sums over groups, as in `jaxbp.gate_layer`.
 
         With `hard`, each gate computes its most probable function.
         """
@@ -95,13 +95,13 @@ class LogicLayer(Gates):
 
 
 class LogicNetwork(nnx.Module):
-    """Layers of gates. The class scores are sums of groups of the last layer's outputs.
+    """Layers of gates. A class score is the sum over a group of outputs of the last layer, divided by tau.
 
     Args:
       inputs: the number of input bits.
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
       classes: the number of classes.
-      tau: a number by which the sums are divided.
+      tau: a number above 0.
       wiring: a function that makes the wires of a layer, `wiring(inputs, gates, seed)`.
       seed: the seed of the wires.
       options: as in `LogicLayer`.
@@ -131,12 +131,12 @@ class LogicNetwork(nnx.Module):
         self.classes, self.tau = classes, tau
 
     def __call__(self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False) -> Float[Array, "*batch classes"]:
-        """Return the class scores. With `hard`, return the scores of the hardened network, which takes bits."""
+        """Return the class scores. With `hard`, x has bits, and each gate computes its most probable function."""
         *layers, last = self.layers
         for layer in layers:
             x = layer(x, hard=hard)
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return the hardened gates as a circuit, without the sums over groups."""
+        """Return a circuit in which each gate computes its most probable function, without the sums over groups."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

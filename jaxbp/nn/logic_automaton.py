@@ -21,7 +21,7 @@ from jaxbp.pairing import Implementation
 
 
 class LogicAutomaton(nnx.Module):
-    """`jaxbp.automaton_rollout` with its parameters, the logits of each layer, and its fixed wires.
+    """`jaxbp.automaton_rollout` with its parameters, which are the logits of each layer, and its fixed wires.
 
     Args:
       channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
@@ -104,14 +104,14 @@ class LogicAutomaton(nnx.Module):
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """Return a hardened automaton, in which each gate has its most probable function."""
+        """Return the automaton as a circuit on bits, in which each gate computes its most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates, `(gates, ...)`, which read `sources`, `(inputs, ...)`, and return their sources."""
+            """Add a layer's gates, which read `sources`, `(inputs, ...)`. Return these gates as sources."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

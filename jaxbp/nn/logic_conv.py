@@ -94,14 +94,14 @@ class LogicConvNetwork(nnx.Module):
     Args:
       shape: channels, height and width of the images of bits.
       convolutions: the convolutions, at least one.
-      widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed is also
-        for the wires of the convolutions.
+      widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed also
+        determines the wires of the convolutions.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.
       options: as in `LogicLayer`.
 
     Raises:
       TypeError: a convolution is not a `LogicConvolution`.
-      ValueError: the shape is not three positive integers, there are no convolutions, or `wiring` cannot make layers of
+      ValueError: the shape is not three positive integers; there are no convolutions; or `wiring` cannot make layers of
         these widths.
 
     Source: as in `jaxbp.logic_conv2d`.
@@ -149,12 +149,12 @@ class LogicConvNetwork(nnx.Module):
     def __call__(
         self, x: Float[AnyArray, "batch channels height width"], *, hard: bool = False
     ) -> Float[Array, "batch classes"]:
-        """Return the class scores. With `hard`, return the scores of the hardened network, which takes bits."""
+        """Return the class scores. With `hard`, x has bits, and each gate computes its most probable function."""
         checks.shape("LogicConvNetwork", "x", x, "batch", *self.shape)
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return the hardened gates as a circuit, without the sums over groups."""
+        """Return a circuit in which each gate computes its most probable function, without the sums over groups."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

@@ -45,6 +45,7 @@ class Mixer(nnx.Module):
       patch: height and width of a patch, a divisor of 28.
       channels: the number of channels of each patch in the blocks.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
+      blocks: the number of mixer blocks.
       implementation: the implementation of every op, as in `jaxbp.layer_norm_linear`.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: random keys. The parameters are drawn with the stream `params`.
@@ -87,5 +88,5 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        # The last layer is linear, so the mean of the scores is the score of the mean.
+        # The dense layer comes after the norm and is linear, so the mean may be taken after it.
         return jnp.mean(self.head(x), axis=1)

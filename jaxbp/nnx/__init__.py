@@ -1,6 +1,7 @@
 """Layers with the constructors, parameters, and layouts of `flax.nnx`, whose calls run ops of jaxbp.
 
-`jaxbp.nnx.Linear` replaces `flax.nnx.Linear` without any other change, as do all other names.
+`jaxbp.nnx.Linear` can replace `flax.nnx.Linear` without any other change. The same holds for all other names that exist
+in `flax.nnx`.
 """
 
 from jaxbp.nnx.activations import PReLU as PReLU

@@ -1,4 +1,4 @@
-"""The base of all layers: the argument `implementation`, and calls that the layer of Flax computes."""
+"""The base class of all layers. It adds the argument `implementation`, and decides which calls Flax computes."""
 
 import inspect
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 class Layer:
     """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax.
 
-    The subclass defines `__call__`, which calls the op, or the layer of Flax where `_needs_flax` returns True.
+    The subclass defines `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
 
     Args:
       args, options: the arguments of the layer of Flax.
@@ -20,7 +20,7 @@ class Layer:
 
     Raises:
       ValueError: the implementation is unknown.
-      NotImplementedError: the implementation is "pallas" or "xla", and an option exists only in Flax.
+      NotImplementedError: the implementation is "pallas" or "xla", and an option in use exists only in Flax.
     """
 
     implementation: Implementation
@@ -48,13 +48,13 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Map each option of the constructor that the op lacks to whether it is in use."""
+        """Return a dict from each option of the constructor that the op lacks to whether this option is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
 
-        `arguments` maps each argument of the call that the op lacks to whether it is in use.
+        `arguments` maps each argument of the call that the op lacks to whether this argument is in use.
         """
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
@@ -67,10 +67,10 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
+    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether the option is used.
 
     Raises:
-      NotImplementedError: such an option is in use, and the implementation is "pallas" or "xla".
+      NotImplementedError: an option that the op lacks is in use, and the implementation is "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):
@@ -80,5 +80,5 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
 
 
 def _is_supported(dtypes: set) -> bool:
-    """Return whether there is only one dtype, floating with at least 16 bits. All ops support such a dtype."""
+    """Return whether there is only one dtype, and all ops support it: a floating dtype of at least 16 bits."""
     return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

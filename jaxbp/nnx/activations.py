@@ -1,4 +1,4 @@
-"""Activation functions. All except `glu`, `logsumexp`, and `PReLU` are ops of jaxbp."""
+"""Activation functions. `glu`, `logsumexp`, and `PReLU` call ops of jaxbp. The others are ops of jaxbp."""
 
 from typing import Any
 
@@ -28,7 +28,8 @@ swish = silu
 
 
 def glu(x: Any, axis: int = -1, *, implementation: Implementation = None) -> Array:
-    """`flax.nnx.glu` on `jaxbp.gated_linear_unit`: `y = a σ(b)`, where a and b are the halves of x along the axis.
+    """`flax.nnx.glu`, computed by `jaxbp.gated_linear_unit`: `y = a σ(b)`, where a and b are the halves of x along
+    the axis.
 
     Raises:
       TypeError: x is not floating.
@@ -52,7 +53,7 @@ def logsumexp(
     *,
     implementation: Implementation = None,
 ) -> Any:
-    """`flax.nnx.logsumexp` on `jaxbp.logsumexp`. If `b` or `return_sign` is given, JAX computes the call.
+    """`flax.nnx.logsumexp`, computed by `jaxbp.logsumexp`. If `b` or `return_sign` is given, JAX computes the call.
 
     Raises:
       NotImplementedError: `b` or `return_sign` is given, and the implementation is "pallas" or "xla".
@@ -63,7 +64,7 @@ def logsumexp(
 
 
 class PReLU(Layer, nnx.PReLU):
-    """`flax.nnx.PReLU` on `jaxbp.prelu`."""
+    """`flax.nnx.PReLU`, computed by `jaxbp.prelu`."""
 
     def __call__(self, inputs: Any) -> Array:
         slope = self.negative_slope[...]

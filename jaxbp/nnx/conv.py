@@ -13,7 +13,7 @@ from jaxbp.ops.conv.conv2d import conv2d
 
 
 class Conv(Layer, nnx.Conv):
-    """`flax.nnx.Conv` on `jaxbp.conv1d` and `jaxbp.conv2d`.
+    """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`.
 
     Images are `(..., height, width, in_features)`, and `kernel` has the shape `(*kernel_size, in_features /
     feature_group_count, out_features)`. If `conv_general_dilated`, `preferred_element_type`, `input_dilation`, or
@@ -55,7 +55,7 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
-        """Return x and the padding of the op. "CIRCULAR" and "REFLECT" are applied to x."""
+        """Return x and the padding for the op. If it is "CIRCULAR" or "REFLECT", which ops lack, pad x here."""
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if padding not in ("CIRCULAR", "REFLECT"):
             return x, padding

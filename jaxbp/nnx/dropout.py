@@ -10,7 +10,7 @@ from jaxbp.ops.pointwise.dropout import dropout
 
 
 class Dropout(Layer, nnx.Dropout):
-    """`flax.nnx.Dropout` on `jaxbp.dropout`. It drops the same elements as the layer of Flax."""
+    """`flax.nnx.Dropout`, computed by `jaxbp.dropout`. It drops the same elements as the layer of Flax."""
 
     def __call__(self, inputs: Any, *, deterministic: bool | None = None, rngs: Any = None) -> Array:
         deterministic = self.deterministic if deterministic is None else deterministic

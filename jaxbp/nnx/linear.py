@@ -13,7 +13,7 @@ from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softm
 
 
 class Linear(Layer, nnx.Linear):
-    """`flax.nnx.Linear` on `jaxbp.linear`, `y = x kernel + bias`.
+    """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x kernel + bias`.
 
     `kernel` has the shape `(in_features, out_features)`. If `dot_general`, `preferred_element_type`, or `out_sharding`
     is given, Flax computes the call.
@@ -37,17 +37,17 @@ class Linear(Layer, nnx.Linear):
 
 
 class LinearSoftmaxCrossEntropy(Linear):
-    """A `flax.nnx.Linear` with the softmax cross-entropy of its logits, on `jaxbp.linear_softmax_cross_entropy`.
+    """`flax.nnx.Linear` with the softmax cross-entropy of its logits, by `jaxbp.linear_softmax_cross_entropy`.
 
     A call returns the logits. `loss` returns the loss without storing all logits.
 
-    `kernel` has the shape `(in_features, out_features)`, and the op wants one row per class. If the op divides the
-    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights that are
-    tied to an `Embed`, call the op instead, because they have one row per class already.
+    `kernel` has the shape `(in_features, out_features)`, and the op wants weights with one row per class. If the op
+    divides the inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights
+    that are tied to an `Embed`, call the op instead, because these weights already have one row per class.
 
     Args:
-      args, options: the arguments of `flax.nnx.Linear`, except `dot_general` and `preferred_element_type`, and
-        `implementation`.
+      args, options: `implementation`, and the arguments of `flax.nnx.Linear` except `dot_general` and
+        `preferred_element_type`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
 
     Raises:
@@ -98,7 +98,7 @@ class LinearSoftmaxCrossEntropy(Linear):
 
 
 class Embed(Layer, nnx.Embed):
-    """`flax.nnx.Embed` on `jaxbp.embedding`, `y = embedding[x]`.
+    """`flax.nnx.Embed`, computed by `jaxbp.embedding`: `y = embedding[x]`.
 
     `embedding` has the shape `(num_embeddings, features)`. `attend` calls `jaxbp.linear`, without a transpose. If
     `out_sharding` is given, or if there is only one embedding, Flax computes the call.

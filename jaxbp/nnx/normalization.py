@@ -38,7 +38,7 @@ class _OverLastAxis(_Norm):
 
 
 class LayerNorm(_OverLastAxis, nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` on `jaxbp.layer_norm`.
+    """`flax.nnx.LayerNorm`, computed by `jaxbp.layer_norm`.
 
     The variance is the mean of the squared deviations, also with `use_fast_variance=True`, which loses digits in Flax.
     If there is a mask or an axis name, or if axes other than the last are reduced, Flax computes the call.
@@ -52,7 +52,10 @@ class LayerNorm(_OverLastAxis, nnx.LayerNorm):
 
 
 class RMSNorm(_OverLastAxis, nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` on `jaxbp.rms_norm`. Flax computes the same calls as for `LayerNorm`."""
+    """`flax.nnx.RMSNorm`, computed by `jaxbp.rms_norm`.
+
+    If there is a mask or an axis name, or if axes other than the last are reduced, Flax computes the call.
+    """
 
     def __call__(self, x: Any, mask: Any = None) -> Array:
         arrays = self.promote_dtype((x, self._parameter("scale")), dtype=self.dtype)
@@ -62,7 +65,7 @@ class RMSNorm(_OverLastAxis, nnx.RMSNorm):
 
 
 class GroupNorm(_Norm, nnx.GroupNorm):
-    """`flax.nnx.GroupNorm` on `jaxbp.group_norm`, with the channels on the last axis.
+    """`flax.nnx.GroupNorm`, computed by `jaxbp.group_norm`, with the channels on the last axis.
 
     The variance is computed as in `LayerNorm`. If there is a mask or an axis name, or if `reduction_axes` is given,
     Flax computes the call.
@@ -88,7 +91,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
 
 
 class BatchNorm(_Norm, nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` on `jaxbp.batch_norm`.
+    """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`.
 
     The running averages keep the dtype of the variables `mean` and `var`. If there are a mask, `axis_index_groups`, or
     several axes in `axis`, or if the input has only the axis of the channels, Flax computes the call.

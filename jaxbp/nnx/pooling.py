@@ -23,7 +23,7 @@ def max_pool(
     *,
     implementation: Implementation = None,
 ) -> Array:
-    """`flax.nnx.max_pool` on `jaxbp.max_pool2d`.
+    """`flax.nnx.max_pool`, computed by `jaxbp.max_pool2d`.
 
     Args:
       inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. If there are more than two
@@ -50,11 +50,11 @@ def avg_pool(
     *,
     implementation: Implementation = None,
 ) -> Array:
-    """`flax.nnx.avg_pool` on `jaxbp.avg_pool2d`.
+    """`flax.nnx.avg_pool`, computed by `jaxbp.avg_pool2d`.
 
     Args:
-      count_include_pad: whether the zeros of the padding count.
-      Other arguments: as in `max_pool`. The padding is 0, not -inf.
+      count_include_pad: whether a mean includes the zeros of the padding.
+      Other arguments: as in `max_pool`, but the padding is filled with 0 instead of -inf.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as in `max_pool`.
