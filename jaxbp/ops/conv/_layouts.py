@@ -40,7 +40,7 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a`, given in this layout, with the axes in the order of the layout. Require the shape `wanted`."""
+    """Return `a` with its axes in the order of the layout. Require that the result has the shape `wanted`."""
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)
 

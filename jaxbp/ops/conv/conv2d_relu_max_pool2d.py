@@ -56,7 +56,7 @@ def _forward_and_indices(x, w, b, **options):
 def _max_and_indices(z, *, windows):
     """Return the maximum of ReLU(z) in each window, and its position.
 
-    If no element of a window is above 0, its index is the number of positions in a window, which is no position.
+    If no element of a window is above 0, the index is the number of positions in a window, which is no position.
     """
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
@@ -87,7 +87,7 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU is 0 in a whole window, its index is no position of it, so the pool's backward adds no gradient.
+    # If ReLU is 0 in a whole window, the index is outside of the window, so the pool's backward adds no gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -184,7 +184,7 @@ def conv2d_relu_max_pool2d(
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
-      stride, padding: for the convolution.
+      stride, padding: the stride and the padding of the convolution.
       implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
         at most 16 positions. It may call cuBLAS for dx of small images.
       Other arguments and errors: as in `conv2d` and `max_pool2d`.
