@@ -17,9 +17,9 @@ from pallas_kernels.core.launch import unify_varying_axes
 def reverse_mode_only(arrays: Any, op: str) -> Any:
     """Return the arrays unchanged. Forward mode of a function of the result then raises an error with the op's name.
 
-    The function has a `jax.custom_vjp`, and JAX's error for its forward mode would not name it. The tangents pass
-    through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates the identity, which
-    raises the error.
+    The function has a `jax.custom_vjp`, and JAX's error for its forward mode would not name the function. The
+    tangents pass through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates the
+    identity, which raises the error.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))

@@ -282,8 +282,8 @@ def gate_layer(
       x: bits, or numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
-        "input_wise": 4 parameters, one per row of the truth table. The value of the gate in a row is the sigmoid of its
-          parameter.
+        "input_wise": 4 parameters, one per row of the truth table. The value of the gate in a row is the sigmoid of the
+          row's parameter.
         "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The value of the gate in a row of the
           truth table is the sigmoid of the weighted sum. For inputs between 0 and 1, y interpolates between the four
           values, unlike in the source.

@@ -249,8 +249,8 @@ def logic_conv2d_backward(
         db = dy (c2 + c3 a)
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the
-    gradients of all leaves that read this position.
+    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the gradients
+    of all leaves that read this position.
 
     Args:
       dy: gradient with respect to y.
