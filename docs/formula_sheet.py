@@ -35,9 +35,9 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    # The first sentence may continue after the title, as in "Max-pooling: the forward keeps ...".
+    # The first paragraph may continue after the title, as in "Max-pooling: the forward keeps ...", or with a sentence.
     sentence = " ".join(first.split())
-    title = re.split(r":|, (?:each|which)\b", sentence)[0].rstrip(".")
+    title = re.split(r":|\. |, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]
     source = module.__name__.replace(".", "/") + ".py"
     parts = [f"# {title}", *map(with_math, text), f"From the docstrings in `{source}`."]

@@ -142,6 +142,11 @@ def test_the_formula_sheet_follows_the_docstrings(formula_sheet, monkeypatch):
     assert "Another formula, $y = x$." in page and "Source: nowhere, 1999." in page and "numbers" not in page
 
 
+def test_the_titles_of_the_formula_sheet_are_no_sentences(formula_sheet):
+    titles = [page.partition("\n")[0] for page in formula_sheet.pages().values()]
+    assert titles and not [title for title in titles if ". " in title or title.endswith(".")]
+
+
 def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
     text = "".join(formula_sheet.pages().values())
     typed = [code for code in re.findall(r"`([^`]*)`", text) if re.search(r" = |Σ", code)]
