@@ -182,7 +182,8 @@ def test_the_trail_is_for_inputs_of_two_consumers_or_four(inputs, gates, most):
 
 @pytest.mark.parametrize(("inputs", "gates", "most"), [(8, 8, 2), (7, 8, 3), (18, 8, 1)])
 def test_one_pass_by_gate_is_for_inputs_of_one_consumer(inputs, gates, most):
-    assert BY_GATE.unsupported(*structs(inputs, gates, 128)) == f"wires with {most} consumers per input, only 1"
+    reason = f"wires with {most} consumers per input, only 1 consumer"
+    assert BY_GATE.unsupported(*structs(inputs, gates, 128)) == reason
     assert BY_GATE.unsupported(*structs(16, 8, 128)) is None
 
 
