@@ -36,7 +36,7 @@ Command = Callable[[Path], Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """Kill and resume a training run repeatedly, and compare its final bits with those of an uninterrupted run."""
+    """Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """Name of an experiment of experiments.train."""

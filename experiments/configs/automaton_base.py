@@ -117,7 +117,7 @@ class AutomatonConfig(TrainingConfig):
     pass_through: Annotated[float | None, Range()] = None
     """Initial logit of the function that passes on one input: `residual_logit` of jaxbp.initial_logits."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of the gates that are hard at the last update. Their gradients are those of the relaxed gates."""
+    """Share of the gates that are hard at the last update. Hard gates have the gradients of relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
     """Share of a state's values that each tick first rounds to 0 or 1. Gradients ignore the rounding."""
     certainty: Annotated[float | None, Range()] = None

@@ -1,7 +1,7 @@
 """Checkpoints of a run. A checkpoint is a folder with everything that the run needs to resume:
 
     run.json    the settings, the metrics of every completed epoch, the checksum of the model's constants (the variables
-                that are not trained), the checksums of the files in state/, and its own checksum
+                that are not trained), the checksums of the files in state/, and the checksum of run.json
     state/      the parameters and the state of the optimizer, written by Orbax
 
 A checkpoint's folder gets its final name when all its files are on disk. A file whose checksum does not match is never

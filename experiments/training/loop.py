@@ -60,7 +60,7 @@ class Metrics(NamedTuple):
     compile_seconds: float
     """Seconds of compilation before this epoch. Only the first epoch of a process needs compilation."""
     loss_scale: float | None = None
-    """The factor that multiplies the loss, as it is after this epoch. None if the loss is not scaled."""
+    """The factor that multiplies the loss, after this epoch. None if the loss is not scaled."""
     skipped_steps: int = 0
     """Number of steps that changed only the loss scale, because the loss or a gradient was not finite."""
 

@@ -93,7 +93,7 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
     """Return the gradients of `function(*arguments)` by JAX's autodiff, for the arguments that have a floating leaf.
 
     dy is the gradient with respect to the function's result. A leaf that is not floating has the gradient None. If only
-    one argument has a floating leaf, its gradient is returned alone, else a tuple.
+    one argument has a floating leaf, return its gradient, else a tuple of gradients.
     """
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]

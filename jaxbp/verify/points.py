@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator whose numbers differ from those of a user's generator with the same seed."""
+    """Return a generator of random numbers. A user's generator with the same seed gives other numbers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 

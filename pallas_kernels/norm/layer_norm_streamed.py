@@ -55,8 +55,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group: at least one block, and so many that the TMA copies of a stage have about
-    8 KiB each."""
+    """Return the number of rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
