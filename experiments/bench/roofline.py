@@ -150,14 +150,14 @@ def cost(workload: Workload, batch: int, dtype: str) -> Cost:
     """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
-    needed, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     given = set(jaxpr.invars)
     results = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given)
     return Cost(
         argument_bytes=_bytes(v.aval for v in jaxpr.invars),
         result_bytes=_bytes(v.aval for v in jaxpr.outvars),
         operations=_operations(needed),
-        read_bytes=_bytes(v.aval for v, read in zip(jaxpr.invars, is_read, strict=True) if read),
+        read_bytes=sum(_bytes_read(needed, v) for v in needed.invars),
         written_bytes=_bytes(v.aval for v in results),
         arithmetic=workload.arithmetic(batch),
     )
@@ -165,6 +165,23 @@ def cost(workload: Workload, batch: int, dtype: str) -> Cost:
 
 def _bytes(avals: Any) -> int:
     return sum(a.size * a.dtype.itemsize for a in avals)
+
+
+def _bytes_read(jaxpr: Any, argument: Any) -> int:
+    """Return how many bytes of an argument affect the results. A gather reads as many bytes as its result has."""
+    size, read = _bytes([argument.aval]), 0
+    for equation in jaxpr.eqns:
+        for i, v in enumerate(equation.invars):
+            if v is not argument:
+                continue
+            (inner,) = jaxprs_in_params(equation.params) if equation.primitive.name == "jit" else (None,)
+            if inner is not None:
+                read += _bytes_read(inner, inner.invars[i])
+            elif equation.primitive.name == "gather" and i == 0:
+                read += _bytes(v.aval for v in equation.outvars)
+            else:
+                return size
+    return min(read, size)
 
 
 def _operations(jaxpr: Any) -> int:

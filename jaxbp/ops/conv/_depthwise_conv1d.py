@@ -107,9 +107,11 @@ def _unsupported(x, w, b, **options):
     return checks.unsupported_dtype(x)
 
 
-# XLA is the default on GPUs, because the kernels have not been measured there. `DefaultImplementation()` would make
-# the kernels the default.
-_DEFAULT = DefaultImplementation(gpu="xla")
+def _default(*arrays, width_axis, **options):
+    # The kernels would transpose sequences whose last axis is the width, which takes longer than the formula.
+    return DefaultImplementation(gpu="pallas" if width_axis == 1 else "xla")
+
+
 DEPTHWISE_CONV1D = Pair(
     _forward,
     {"xla": _gradients_formula, "pallas": _gradients_kernel},
@@ -123,7 +125,7 @@ DEPTHWISE_CONV1D = Pair(
     name="conv1d",
     linear_in=[(0, 2), (1, 2)],
     unsupported=_unsupported,
-    default=_DEFAULT,
+    default=_default,
     jit=True,
 )
 """The depthwise convolution and its gradients as functions of `(x, w, b)`, where b may be None."""

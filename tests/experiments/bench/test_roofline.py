@@ -46,6 +46,15 @@ def test_what_need_not_move_is_not_counted(workload_at):
     assert counted.argument_bytes > counted.read_bytes > 0
 
 
+def test_a_gather_reads_only_the_rows_that_it_selects(workload_at):
+    """`embedding` reads one row of the table per token, and its backward writes the whole gradient of the table."""
+    rows, classes, features = 3, 128256, 2560
+    counted = cost(workload_at("embedding", "32768x128256x2560"), rows, "float32")
+    tokens, selected = 4 * rows, 4 * rows * features
+    assert counted.read_bytes == tokens + 2 * selected  # the rows, and the gradient of the results
+    assert counted.written_bytes == selected + 4 * classes * features
+
+
 RATES = {
     "bytes_per_second": {"copy": [[100, 50.0], [1000, 100.0], [10000, 20.0]], "read": [[1000, 200.0], [10000, 10.0]]},
     "operations_per_second": {"default": 1000.0, "highest": 10.0},
