@@ -141,7 +141,7 @@ def _mosaic(
     shared = {o: i for i, o in (in_place or {}).items()}
     if shared:
         for i in in_place:
-            arrays[i] = jax.new_ref(arrays[i])
+            arrays[i] = jax.new_ref(lax.optimization_barrier(arrays[i]))
         out_type = tuple(a for o, a in enumerate(out) if o not in shared)
 
     def outputs(of_arrays, others):
@@ -171,7 +171,11 @@ def _mosaic(
         compiler_params=plgpu.CompilerParams(**options),
         interpret=interpret,
     )(*arrays)
-    return outputs({i: arrays[i][...] for i in in_place}, results) if shared else results
+    if not shared:
+        return results
+    # Without the barriers, XLA would fuse a launch with a slice before it, or with an update of a slice after it. XLA's
+    # fusion has separate memory for the argument and the result, but the kernel writes to the argument.
+    return outputs({i: lax.optimization_barrier(arrays[i][...]) for i in in_place}, results)
 
 
 _MAX_OUTER_CTAS = 2**16 - 1

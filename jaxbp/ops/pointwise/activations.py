@@ -18,7 +18,7 @@ from jaxbp.common import checks
 from jaxbp.common.checks import AnyArray, AnyFloats, AnyMask, Floats, Number
 from jaxbp.common.gradients import in_dtypes_of
 from jaxbp.common.numerics import exclude, exponentials, largest_and_total, select, upcast
-from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, AUTODIFF_ON_GPU, fused_pair
+from jaxbp.ops._defaults import AUTODIFF_EVERYWHERE, AUTODIFF_ON_CPU, fused_pair
 from jaxbp.ops.pointwise._elementwise import Elementwise, WithNumber
 from jaxbp.pairing import Implementation
 from pallas_kernels.pointwise.elementwise import elementwise
@@ -129,9 +129,9 @@ def _mish_backward(dy, x):
     return dy * (n / d + x * jax.nn.sigmoid(x) * ((d - n) / d) * ((d + n) / d))
 
 
-_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward, default=AUTODIFF_ON_GPU)
+_GELU = Elementwise("gelu", _saturating(jax.nn.gelu), _gelu_backward)
 _SILU = Elementwise("silu", _saturating(jax.nn.silu), _silu_backward)
-_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward, default=AUTODIFF_ON_GPU)
+_MISH = Elementwise("mish", _saturating(jax.nn.mish), _mish_backward)
 _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.sigmoid(x))
 
 

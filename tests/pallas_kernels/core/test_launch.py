@@ -133,6 +133,8 @@ def test_a_result_may_take_the_place_of_an_array():
     in_place = jax.__version_info__ >= (0, 11)  # older versions allocate new memory
     assert cuda_program(doubled_and_half, x).count("#stablehlo.output_operand_alias") == in_place
     assert "output_operand_alias" not in cuda_program(jax.vmap(doubled_and_half), x[None])
+    # See the test of slices below, which needs a GPU.
+    assert cuda_program(doubled_and_half, x).count("optimization_barrier") == 2 * in_place
 
 
 @pytest.mark.gpu
@@ -140,6 +142,29 @@ def test_a_result_in_the_place_of_an_array_that_is_still_needed():
     x = jnp.arange(3.0 * LANES).reshape(3, LANES)
     results = jax.jit(lambda x: (*doubled_and_half(x + 1), x + 1))(x)
     np.testing.assert_array_equal(results, ((x + 1) / 2, 2 * (x + 1), x + 1))
+
+
+@pytest.mark.gpu
+def test_a_result_in_the_place_of_a_slice_and_in_a_slice_of_another_array():
+    x = jnp.arange(8.0 * LANES).reshape(8, LANES)
+
+    @jax.jit
+    def run(x, start):
+        x, updated = x + 1, jnp.zeros_like(x)
+        double = lambda part: doubled_and_half(part)[1]  # noqa: E731
+        updated = jax.lax.dynamic_update_slice(updated, double(x[2:5]), (start, 0))
+        return (
+            x,
+            double(x[2:5]),
+            updated,
+            jax.lax.scan(lambda _, part: (None, double(part)), None, x.reshape(4, 2, -1))[1],
+        )
+
+    whole, part, updated, scanned = run(x, 4)
+    np.testing.assert_array_equal(whole, x + 1)
+    np.testing.assert_array_equal(part, 2 * whole[2:5])
+    np.testing.assert_array_equal(updated, jnp.zeros_like(x).at[4:7].set(part))
+    np.testing.assert_array_equal(scanned.reshape(x.shape), 2 * whole)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
