@@ -115,10 +115,11 @@ TABLES: dict[str, Callable[..., str]] = {
     "many_devices": run_tables.many_devices,
     "communication": run_tables.communication,
     "programs": run_tables.programs,
+    "program_costs": run_tables.program_costs,
     "computed_in": run_tables.computed_in,
     "supported": supported,
 }
-WITH_THEIR_SOURCES = ("computed_in", "fuzz", "programs", "slower", "training", "summary", "supported")
+WITH_THEIR_SOURCES = ("computed_in", "fuzz", "program_costs", "programs", "slower", "training", "summary", "supported")
 """Tables that state where their figures come from."""
 
 

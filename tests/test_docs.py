@@ -613,6 +613,15 @@ def test_a_program_has_the_lines_that_changed_and_the_differences_of_its_losses(
     assert "[run.json](results/run.json): A note." in page
 
 
+def test_a_program_has_its_time_and_memory_before_and_after_the_change(book):
+    costs = {
+        "original": dict(milliseconds=50.0, peak_bytes=2**31),
+        "changed": dict(milliseconds=49.0, peak_bytes=2**30),
+    }
+    page = book("program_costs run", run=report({"program": "A GPT", "setting": "batch 2"} | costs))
+    assert cells(page)[1] == ["A GPT, batch 2", "50.0", "49.0", "-2%", "2.00", "1.00", "-50%"]
+
+
 def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     steps = [
         {"work": "a training step", "examples": n, "alone": t, "mesh_of_one": t, "mesh": 2 * t, "mesh_overlapping": t}

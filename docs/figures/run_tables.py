@@ -300,6 +300,25 @@ def programs(reports: Reports) -> str:
     return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
 
 
+def program_costs(reports: Reports) -> str:
+    """Return the time and the peak memory of a training step of public programs, before and after the change."""
+    lines = []
+    for row in all_rows(reports):
+        before, after = row["original"], row["changed"]
+        lines.append(
+            [
+                f"{row['program']}, {row['setting']}",
+                *(f"{run['milliseconds']:.1f}" for run in (before, after)),
+                f"{after['milliseconds'] / before['milliseconds'] - 1:+.0%}",
+                *(f"{run['peak_bytes'] / 2**30:.2f}" for run in (before, after)),
+                f"{after['peak_bytes'] / before['peak_bytes'] - 1:+.0%}",
+            ]
+        )
+    head = ["program", "original, ms", "changed, ms", "", "original, GiB", "changed, GiB", ""]
+    where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
+    return "\n\n".join([markdown(head, lines), " ".join([where, *map(link, reports)])])
+
+
 def computed_in(reports: Reports) -> str:
     """Return the table of docs/computed_in.py, which needs no run."""
     from computed_in import table
