@@ -1,7 +1,6 @@
 """Compile for GPUs that are not present. XLA's plugin for CUDA accepts a description of a GPU instead of the GPU.
 
-A process can compile for one architecture only. Mosaic GPU caches kernels by their program, without the architecture.
-For a second architecture it would return the kernels of the first.
+One process compiles for one architecture only, because Mosaic GPU caches kernels without their architecture.
 """
 
 import contextlib
@@ -17,8 +16,8 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are Hopper's. Only the cost
-# model of XLA reads them.
+# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are Hopper's, which only XLA's
+# cost model reads.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
@@ -52,8 +51,8 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes all of them. To
-# save time, XLA's code is not optimized; kernels are.
+# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes them. XLA's
+# code is not optimized, to save time. Kernels are.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -63,7 +62,7 @@ _OPTIONS = {
 
 
 def missing() -> str | None:
-    """Return which part of CUDA's compiler is not installed, or None."""
+    """Return the missing part of CUDA's compiler, or None."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA: pip install -e '.[cuda13-compiler]'"
     nvidia = importlib.util.find_spec("nvidia")
@@ -75,7 +74,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
-    """Yield `count` GPUs of one host, which need not be present, as the target of tracing, lowering and compilation."""
+    """Yield `count` GPUs of one host as the target of tracing, lowering, and compilation. They need not be present."""
     major, minor = device.capability
     target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
@@ -88,8 +87,7 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
     """Compile `function` of arrays like `structs` for a GPU that need not be present. Return the number of kernels.
 
-    The implementation is also chosen for this GPU. A program without a kernel is only lowered, because the rest is
-    XLA's to compile.
+    A program without a kernel is only lowered.
 
     Raises:
       ValueError: a kernel needs more shared memory than the GPU has.

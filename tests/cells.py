@@ -18,7 +18,6 @@ class Gates:
         return self.inputs + len(self.listed) - 1
 
     def adder(self, x, y, z):
-        """Return the sum of three bits, and the carry."""
         half = self("xor", x, y)
         return self("xor", half, z), self("or", self("and", x, y), self("and", half, z))
 
@@ -42,7 +41,6 @@ def life(periodic):
 
 
 def life_step(x, periodic):
-    """Compute one tick of boards `(batch, height, width)` in integers."""
     height, width = x.shape[1:]
     bordered = np.pad(x.astype(int), ((0, 0), (1, 1), (1, 1)), mode="wrap" if periodic else "constant")
     around = sum(bordered[:, r : r + height, c : c + width] for r in range(3) for c in range(3)) - x
@@ -50,8 +48,8 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return a checkerboard. Its first channel differs from the cell to the left, or in the first column from the cell
-    above. The second channel is 1, which shows a cell where the grid ends. Damage heals from the left."""
+    """Return a checkerboard that heals from the left. Channel 0 differs from the cell to the left, or in column 0 from
+    the cell above. Channel 1 is 1, so a cell that reads 0 there is beyond the grid."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])

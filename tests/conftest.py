@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 # JAX reads these variables when it starts. Python tracebacks of operations take a tenth of the time. Without a GPU, the
-# flags set up devices to shard over, and fast compilation for interpreted kernels, which have long bodies and run
-# briefly. With more threads, a product in the simulator would wait forever for threads that wait for the product.
+# flags set up devices to shard over, and compile interpreted kernels fast. With more threads, a product in the
+# simulator would wait forever for threads that wait for the product.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
@@ -21,9 +21,9 @@ if shutil.which("nvidia-smi") is None:
         + " --xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion"
         + " --xla_cpu_multi_thread_eigen=false --xla_cpu_parallel_codegen_split_count=1"
     )
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # It compiles in half of the time without MLIR.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # compiles in half of the time without MLIR
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    # Compilation takes nearly all of the time. The processes of pytest-xdist inherit this cache and share it.
+    # The processes of pytest-xdist share this cache.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp()
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -42,7 +42,7 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-# By default, the search for cycles takes 5 to 10% of the time. Tracing makes many objects, but few cycles.
+# By default, the search for cycles takes 5 to 10% of the time. Tracing makes few cycles.
 gc.freeze()
 gc.set_threshold(100_000)
 
@@ -58,8 +58,7 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Group the tests by op or family. A process of pytest-xdist begins with a half or a quarter of all tests, and then
-    # compiles what the tests of a group share only once.
+    # Group the tests by op or family, because the tests of a group share compiled programs.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
@@ -72,7 +71,7 @@ MEMORY = 2**30
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Clear the caches that tests share when they are too large. Compiled programs hold most of a process's memory."""
+    """Clear the caches that tests share when the process holds too much memory, mostly for compiled programs."""
     on_linux = sys.platform == "linux"
     if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
@@ -90,7 +89,7 @@ def _resident_bytes():
 
 
 class PrintFailures:
-    """Plugin that prints each failure when it happens, because a whole run takes minutes."""
+    """Plugin that prints each failure at once."""
 
     def __init__(self, terminal):
         self.terminal = terminal
@@ -153,6 +152,5 @@ def _exact_products():
 
 @pytest.fixture
 def on_hopper():
-    """Choose implementations and trace kernels for an H200, even without a GPU."""
     with targeting(HOPPER):
         yield

@@ -1,6 +1,3 @@
-"""Blocks of convolution, ReLU, and max-pooling for tests of the exact kernels, and their gradients before the
-convolution's backward."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +12,10 @@ BLOCKS = {
     "small": (3, 2, 2, 2, 3),
     "wide": (2, 1, 4, 1, 3),
 }
-"""K, P, Q, C, F."""
+"""K, P, Q, C, F: filters, rows and columns of windows, channels, filter size."""
 
 
 def operands(block, N=LANES, dtype="float32"):
-    """Draw dy, indices and x of a block whose windows fill its input."""
     K, P, Q, C, F = BLOCKS[block]
     dy, x = normal((K, P, Q, N), (C, 2 * P + F - 1, 2 * Q + F - 1, N))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
@@ -27,7 +23,6 @@ def operands(block, N=LANES, dtype="float32"):
 
 
 def shapes(block, N):
-    """Return the shapes and dtypes of x, w, b, dy and the indices of a block."""
     K, P, Q, C, F = BLOCKS[block]
     sizes = (C, 2 * P + F - 1, 2 * Q + F - 1, N), (K, C, F, F), (K,), (K, P, Q, N)
     return *(jax.ShapeDtypeStruct(size, "float32") for size in sizes), jax.ShapeDtypeStruct(sizes[-1], "uint8")

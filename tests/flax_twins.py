@@ -1,5 +1,3 @@
-"""Layers of `jaxbp.nnx` and of Flax with the same arguments, and the comparison of their results."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,13 +23,12 @@ LAYERS = {
 
 
 def make(module, name, *arguments, seed=1, **options):
-    """Return a layer of a module. Without arguments, it gets those of `LAYERS`."""
     rngs = {} if name == "PReLU" else {"rngs": nnx.Rngs(seed)}
     return getattr(module, name)(*(arguments or LAYERS[name][0]), **rngs, **options)
 
 
 def state_of(layer):
-    """Return a dict from the paths of the variables to their values. Keys are given as integers."""
+    """Return a dict from the paths of the variables to their values."""
     flat = nnx.to_flat_state(nnx.state(layer))
     data = lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a  # noqa: E731
     return {path: np.asarray(data(variable[...])) for path, variable in flat}
@@ -40,8 +37,8 @@ def state_of(layer):
 def _results(layer, call):
     """Return a function `(states, x) -> (results, gradients)`, and the states of the layer.
 
-    The results are those of `call(layer, x)` and the variables afterwards. The gradients are with respect to the
-    parameters, and to x if it is floating.
+    The results are `call(layer, x)` and the variables afterwards. The gradients are with respect to the parameters, and
+    to x if it is floating.
     """
     graph, *states = nnx.split(layer, nnx.Param, ...)
 
@@ -62,10 +59,8 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Assert that two layers return the same values, have the same gradients, and have the same variables afterwards.
-
-    The dtypes must be equal, and the values up to a relative error in norm.
-    """
+    """Assert that two layers have equal dtypes, and values, gradients, and later variables within a relative error in
+    norm."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))
@@ -74,7 +69,6 @@ def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
 
 
 def assert_layers_agree(name, *arguments, x=None, tolerance=1e-5, implementation=None, call=None, **options):
-    """Assert that a layer of `jaxbp.nnx` agrees with the layer of Flax with the same arguments."""
     x = LAYERS[name][1] if x is None else x
     twin, ours = make(nnx, name, *arguments, **options), make(jaxbp.nnx, name, *arguments, **options)
     ours.implementation = implementation

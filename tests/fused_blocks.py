@@ -1,5 +1,3 @@
-"""Blocks of convolution, ReLU and max-pooling, and functions that run their tensor-core forwards in tests."""
-
 import dataclasses
 import functools
 
@@ -24,11 +22,11 @@ BLOCKS = {
     "one row": (3, 1, 4, 2, 3),
     "eight channels": (8, 1, 4, 4, 3),
 }
-"""K, P, Q, C, F."""
+"""K, P, Q, C, F: filters, rows and columns of windows, channels, filter size."""
 
 
 def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """Return the shapes of x, w and b. `spare` rows and columns of x are under no window."""
+    """Return the shapes of x, w, and b. `spare` rows and columns of x are under no window."""
     (K, P, Q, C, F), (R, S) = BLOCKS[block], window
     return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
 
@@ -44,7 +42,6 @@ def integers(*shapes, dtype):
 
 
 def with_exact(forward, window=(2, 2), config=None):
-    """Return a kernel and the exact kernel."""
     kernel = functools.partial(forward, window=window, config=config)
     return jax.jit(kernel), jax.jit(functools.partial(exact_forward, window=window))
 
@@ -56,8 +53,7 @@ def simulate(kernel, *arrays):
 
 
 def assert_equals_exact(forward, window, config, arrays):
-    """Assert that a kernel in the simulator gives the bits of the exact kernel. The arrays are integers, whose sums are
-    exact. If maxima are equal, the first index is correct."""
+    """Assert that a kernel in the simulator gives the bits of the exact kernel for arrays of integers."""
     kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)

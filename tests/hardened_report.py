@@ -1,5 +1,3 @@
-"""The tests that the reports of all hardened networks pass. Each report's tests inherit them."""
-
 import json
 import re
 import shutil
@@ -13,12 +11,8 @@ from experiments.training.compiled import load
 
 
 class HardenedReport:
-    """Tests of a run's output and files. The fixture `finished` returns the exit code, the output, and the folder of
-    the run.
-
-    Attributes:
-      least_accuracy: the test accuracy that the run must reach.
-    """
+    """Tests that the reports of all hardened networks inherit. The fixture `finished` returns (exit code, output,
+    folder)."""
 
     least_accuracy: float
 

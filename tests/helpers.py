@@ -1,4 +1,4 @@
-"""Helpers of the tests: gradients of ops, compiled once; a float64 reference; and the tolerances."""
+"""Helpers of the tests: gradients of ops, a float64 reference, and tolerances."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels.core.launch import launch
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])
 formulas = pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
-"""The implementations that take options which kernels do not support."""
+"""These implementations take options that kernels do not support."""
 
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
@@ -27,7 +27,6 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-1
 
 
 def normal(*shapes, seed=0):
-    """Draw standard normal arrays."""
     random = np.random.default_rng(seed)
     return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
@@ -37,19 +36,15 @@ def is_float(x):
 
 
 def floats(tree):
-    """Return the floating arrays of a pytree."""
     return [a for a in jax.tree.leaves(tree) if is_float(a)]
 
 
 def with_floats(tree, values):
-    """Return the pytree with its floating arrays replaced by `values`."""
     values = iter(values)
     return jax.tree.map(lambda a: next(values) if is_float(a) else a, tree)
 
 
 def of_floats(op, arrays):
-    """Return the op as a function from its floating arguments to the list of its floating results."""
-
     def function(*values):
         return floats(op(*with_floats(tuple(arrays), values)))
 
@@ -73,7 +68,6 @@ def _with_options(function, options):
 
 
 def results_and_gradients(function, arrays, cotangents, **options):
-    """Return `value_and_gradients` of `function` with its options, compiled once per set of options."""
     return _with_options(function, tuple(sorted(options.items(), key=str)))(arrays, cotangents)
 
 
@@ -82,7 +76,6 @@ def gradients_of(function, arrays, cotangents, **options):
 
 
 def results_of(op, arrays):
-    """Return the shapes and dtypes of an op's floating results, from arrays or from their shapes and dtypes."""
     return floats(jax.eval_shape(op, *arrays))
 
 
@@ -92,19 +85,18 @@ def draw_cotangents(op, arrays, seed=1):
 
 
 def dot(one, other):
-    """Return the inner product of two lists of arrays, in float64."""
     return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
 
 
 def compare_with_twin(op, twin, arrays):
-    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64."""
+    """Compare an op with its twin in JAX or Flax, which computes in float64."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
 
 
 def numerical_gradients(op, arrays, cotangents, step):
-    """Return central differences of `sum(cotangents * op(*arrays))` with respect to each element of the floats."""
+    """Return central differences of `sum(cotangents * op(*arrays))` with respect to each floating element."""
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
@@ -125,7 +117,7 @@ def numerical_gradients(op, arrays, cotangents, step):
 
 
 def assert_numerical_gradients_agree(function, arrays, *, step, implementation, **options):
-    """Compare a backward in float32 with central differences of every element, to a relative error of 1e-3."""
+    """Compare a backward with central differences of every element, to a relative error of 1e-3."""
     op = functools.partial(function, **options, implementation=implementation)
     cotangents = draw_cotangents(op, arrays)
     gradients = gradients_of(function, arrays, cotangents, implementation=implementation, **options)
@@ -135,8 +127,7 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 def assert_second_derivatives_match_differences(functions, values):
     """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences in float64.
 
-    `functions` maps names to functions from floating arrays to lists of results, and `values` maps the names to the
-    arrays. All functions are compiled as one program.
+    The arguments map names to functions and to their arrays. All functions are compiled as one program.
     """
     random, step = np.random.default_rng(0), 1e-5
 
@@ -160,10 +151,7 @@ def assert_second_derivatives_match_differences(functions, values):
 
 
 def on_the_cpu():
-    """Return a context that computes on the CPU, even on a machine with a GPU.
-
-    If the CPU is the default device, the context does nothing. Otherwise JAX would trace and lower again.
-    """
+    """Return a context for the CPU, which is empty if JAX uses the CPU. Otherwise JAX would trace and lower again."""
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_device(jax.devices("cpu")[0])
 
 
@@ -179,12 +167,10 @@ def in_float64(function, *arguments):
 
 
 def case_of(name, place=None):
-    """Return the case of an entry at one of its places, by default the small case."""
     return ENTRIES[name].small if place is None else ENTRIES[name].real[place]
 
 
 def op_of(name, place, implementation):
-    """Return an entry's function with its options bound."""
     return functools.partial(ENTRIES[name].function, **case_of(name, place).options, implementation=implementation)
 
 
@@ -204,7 +190,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def _draw(argument, random, batch, dtype):
-    """Draw an argument as `argument.draw` does, but by NumPy. JAX would compile its generators for every shape."""
+    """Draw an argument by NumPy. With `argument.draw`, JAX would compile its generators for every shape."""
     if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
@@ -223,7 +209,6 @@ def _draw(argument, random, batch, dtype):
 
 @functools.cache
 def reference(name, place=None, dtype="float32", batch=2, seed=0):
-    """Return (results, gradients) at the arrays that `drawn` returns, by autodiff in float64."""
     return in_float64(compiled(name, place, "autodiff"), *drawn(name, place, dtype, batch, seed))
 
 
@@ -231,17 +216,14 @@ def reference(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def relative_error(a, reference):
-    """Return ‖a - reference‖ / ‖reference‖ in float64, or infinity if it is NaN."""
     a, reference = np.asarray(a, np.float64), np.asarray(reference, np.float64)
     error = np.linalg.norm(a - reference) / max(np.linalg.norm(reference), 1e-300)
     return np.inf if np.isnan(error) else error
 
 
 def assert_close(actual, reference, tolerance, label=""):
-    """Assert that the arrays agree up to a relative error in norm.
-
-    `tolerance` is a number, or the name of the dtype that was computed in. The error of a failure has the label.
-    """
+    """Assert that arrays agree up to a relative error in norm. `tolerance` is a number, or the dtype of the
+    computation."""
     limit = TOLERANCE[jnp.dtype(tolerance).name] if isinstance(tolerance, str) else tolerance
     actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
     assert len(actual) == len(reference), label
@@ -258,7 +240,7 @@ _last_first = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def last_program_first():
-    """Return a context in which Pallas' interpreter, which runs the CTAs of a grid one by one, reverses their order."""
+    """Return a context in which Pallas' interpreter, which runs CTAs one by one, reverses their order."""
     program_id = pl.program_id
     # The context is part of jit's cache key, so functions that were traced outside are traced again.
     with _last_first(True), pytest.MonkeyPatch.context() as patch:
@@ -267,13 +249,12 @@ def last_program_first():
 
 
 def poison_memory():
-    """Fill the GPU memory that the next results will occupy with NaN. An element that no kernel writes is then NaN."""
+    """Fill the GPU memory that the next results will occupy with NaN, which shows elements that no kernel writes."""
     # One gibibyte, because twelve processes share a GPU with 80 GB.
     jax.block_until_ready([jnp.full(1 << 26, jnp.nan) for _ in range(4)])
 
 
 def cuda_program(function, *arrays):
-    """Return the text of a function lowered for CUDA, which needs no GPU."""
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -287,8 +268,7 @@ def kernel_results(function, *arrays):
 def skipped_outputs(module, *indices):
     """Return a context in which the kernels of a module skip these entries of `out`, as if nothing used them.
 
-    The simulator does not remove unused outputs. In place of a skipped output, the context returns zeros. Kernels that
-    cannot skip these outputs run as usual.
+    The simulator does not remove unused outputs. A skipped output is zeros. Kernels that cannot skip it run as usual.
     """
 
     def skipping(*arrays, out, skippable=(), **options):

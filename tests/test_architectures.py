@@ -1,7 +1,4 @@
-"""The kernels of every op compile for Hopper, Blackwell and Blackwell RTX, without a GPU.
-
-These tests need CUDA's compiler. `ahead_of_time.missing` returns which part of it is not installed.
-"""
+"""The kernels of every op compile for Hopper, Blackwell, and Blackwell RTX, without a GPU but with CUDA's compiler."""
 
 import functools
 import itertools
@@ -40,14 +37,13 @@ WITHOUT_WGMMA = {
     ),
     *("conv1d", "logic_conv2d", "logic_conv2d_or_pool2d", "max_pool2d", "relu", "rms_norm", "softmax_cross_entropy"),
 }
-"""Ops with kernels that need no tensor cores."""
 
 
 # ---------------------------------------------------------------------------- the programs, compiled in child processes
 
 
 def _wgmma():
-    """Return a kernel that multiplies by the instruction `wgmma`, which only Hopper has."""
+    """Return a kernel with the instruction `wgmma`, which only Hopper has."""
 
     def body(a, b, y, a_shared, b_shared, arrived):
         plgpu.copy_gmem_to_smem(a, a_shared, arrived)
@@ -70,7 +66,6 @@ def _wgmma():
 
 
 def _case(name, place, implementation, dtype="float32"):
-    """Return an op with its gradients, or a public backward, and its arguments."""
     op, arrays = op_of(name, place, implementation), case_of(name, place).structs(BATCH if place else 2, dtype)
     if "_backward" in name:
         return op, arrays
@@ -84,7 +79,6 @@ def _all_of(cases):
 
 
 def _automaton(implementation):
-    """Return the gradient of an asynchronous automaton's ticks, and its arguments."""
     automaton = jaxbp.Automaton.create(8, 16, [8, 4, 2], [256, 128, 64, 32, 16, 8, 8], periodic=True, seed=0)
     struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     logits = (
@@ -102,7 +96,7 @@ def _automaton(implementation):
 
 
 def _update():
-    """Return an update of many arrays in two dtypes, and its arguments. Some arrays are shorter than a vector."""
+    """Return an update and its arguments. Some arrays are shorter than a vector."""
     shapes = [(), (5,), (1000,), (64, 129)]
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
     optimizer = fused_adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, clip=1.0, implementation="pallas")
@@ -115,10 +109,9 @@ def _with_kernels(name, place, dtype, precision):
 
 
 def _programs(architecture):
-    """Yield pairs of a label and a function that returns (function, arguments)."""
     chosen = {}
     for name, entry in ENTRIES.items():
-        # At all its places, a pair calls every kernel of its forward and backward. Entries that differ only in their
+        # The forward and backward of a pair, at all its places, call every kernel. Entries that differ only in their
         # formula call the same kernels. For Hopper, other tests run all places on a GPU.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
@@ -128,8 +121,8 @@ def _programs(architecture):
     for name in chosen:
         if not re.search("_backward|_with_", name):
             cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
-            # At real sizes, None chooses kernels on Hopper. On other GPUs it leaves some ops to XLA. Their kernels must
-            # compile, too.
+            # At real sizes, None chooses kernels on Hopper. On other GPUs it leaves some ops to XLA, but explicit
+            # kernels must compile, too.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
             # Only this op has a kernel for Hopper that takes half precisions and not float32.

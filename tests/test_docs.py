@@ -1,5 +1,3 @@
-"""The documentation: its code runs, its tables are made from the results, and its site builds without warnings."""
-
 import fnmatch
 import importlib
 import json
@@ -74,7 +72,6 @@ def test_the_table_of_tolerances_is_the_librarys():
 def test_the_site_builds_without_a_warning_and_asks_for_nothing_from_elsewhere(tmp_path):
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module)
-    # The site is built from a copy, so that the working tree does not change.
     source, html = (
         shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("formulas")),
         tmp_path / "html",
@@ -118,7 +115,6 @@ def typeset(monkeypatch):
 
 
 def words(text):
-    """Return the text with `...` and $...$ replaced by @."""
     return " ".join(re.sub(r"`[^`]*`|\$[^$]*\$", "@", text).split())
 
 
@@ -187,7 +183,6 @@ def tables(monkeypatch):
 
 @pytest.fixture
 def figures(tables):
-    """Return the package of docs/tables.py, with its modules as attributes."""
     return importlib.import_module("figures")
 
 
@@ -247,7 +242,6 @@ def report(*rows):
 
 
 def cells(text):
-    """Return the lines of a page's tables, split into cells, without the rules."""
     lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
     return [line.split(" | ") for line in lines if not line.startswith("---")]
 
@@ -418,7 +412,7 @@ def test_speedups_are_over_the_fastest_form_of_autodiff(book):
         (dict(operations=0), ""),
         (dict(operations=9, dtype="bfloat16"), "bfloat16"),
         (dict(operations=9, precision="highest", error=1e-3), "exact"),
-        (dict(operations=9, error=1e-7), "TF32"),  # a kernel may use TF32 at the larger batch that is timed
+        (dict(operations=9, error=1e-7), "TF32"),  # at the larger batch that is timed, a kernel may use TF32
         (dict(operations=9, error=1e-7, error_batch=128), "exact"),
         (dict(operations=9, error=1e-3, error_batch=128), "TF32"),
         (dict(operations=9, error=1e-7, implementation="autodiff"), "exact"),
@@ -514,7 +508,6 @@ FIGURE = re.compile(
 
 
 def prose(text):
-    """Return a page without its generated tables, code and mathematics."""
     text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```$|^    [^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`]*`|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.DOTALL)

@@ -85,11 +85,11 @@ def _run(*command, **options):
 
 
 def _environment(folder, *installation):
-    """Make a virtual environment with an installation and the packages of this environment. Return its Python."""
+    """Make a virtual environment with an installation and this environment's packages. Return its Python."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # These lines of a .pth file make this environment's packages importable, but not its editable installations.
+    # This .pth file makes this environment's packages importable, but not its editable installations.
     (purelib / "packages.pth").write_text("\n".join([*site.getsitepackages(), ""]))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     _run(sys.executable, "-m", "pip", f"--python={python}", "install", *options, *map(str, installation))
@@ -98,7 +98,6 @@ def _environment(folder, *installation):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Return the Python of an environment with an editable installation."""
     return _environment(tmp_path_factory.mktemp("installed"), "--editable", ROOT)
 
 
@@ -108,7 +107,6 @@ def _build(target, source, folder):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Return the folder of an unpacked source distribution."""
     folder = tmp_path_factory.mktemp("source")
     _build("sdist", ROOT, folder)
     (archive,) = folder.glob("*.tar.gz")
@@ -128,7 +126,6 @@ def wheel(source, tmp_path_factory):
 
 @pytest.fixture
 def user(tmp_path):
-    """Return a folder with a user's files."""
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "wrong.py").write_text(WRONG)
     return tmp_path
@@ -147,7 +144,6 @@ def test_a_users_lines_run_from_any_folder_and_import_flax_and_rich_only_when_ne
 
 
 def test_without_their_packages_the_commands_say_in_one_line_what_to_install():
-    # Without site-packages, as in an environment without extras.
     command = [sys.executable, "-S", "-m", "experiments.train", "lenet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and done.stderr.count("\n") == 1

@@ -1,7 +1,4 @@
-"""The README: its code runs, CI runs its commands, and its links exist.
-
-The tables of ops and of LeNet's memory in the documentation are tested here, too.
-"""
+"""The README, and the documentation's tables of ops and of LeNet's memory."""
 
 import os
 import re

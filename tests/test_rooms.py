@@ -23,7 +23,7 @@ def files(room):
 
 
 def imports(source):
-    """Yield every module that a file imports, and every name that it imports from a module, with the module's name."""
+    """Yield every module that a file imports, and every name that it imports from a module, as `module.name`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -33,7 +33,6 @@ def imports(source):
 
 
 def module_of(path):
-    """Return the dotted name of a module. A package has the name of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -72,7 +71,6 @@ def import_graph(sources):
 
 
 def importing(forbidden, *rooms):
-    """Return the files in some packages that import a forbidden module or something in it."""
     return [
         str(path.relative_to(ROOT))
         for room in rooms
@@ -105,7 +103,6 @@ def test_flax_stays_in_the_layers_and_the_experiments():
 
 
 PRIVATE = ["pallas_kernels/core/launch.py", "pallas_kernels/core/simulator.py"]
-"""The files that may use JAX's private modules."""
 
 
 def test_only_launch_and_the_simulator_import_what_jax_keeps_private():
@@ -143,7 +140,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def folder_graph(graph):
-    """Folder -> the other folders whose modules its modules import. A folder is not above or below another one."""
+    """Return a dict from each folder to the folders it imports from, without folders above or below it."""
     of = lambda module: module.rpartition(".")[0]  # noqa: E731
     folders = {of(module): set() for module in graph if "." in module}
     for module, targets in graph.items():
@@ -204,7 +201,7 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
 # ------------------------------------------------------------------------------------------------ tests mirror packages
 
 TESTED_ELSEWHERE = {
-    # Parts of a kernel or an op, tested through it.
+    # Parts of a kernel, an op, a pair, or a check are tested through it.
     *(
         "pallas_kernels/conv/max_pool2d",
         "pallas_kernels/conv/window_tiles_sm90",
@@ -223,9 +220,7 @@ TESTED_ELSEWHERE = {
         for name in ("automaton_formula", "automaton_kernels", "automaton_ticks", "gates", "trees")
     ),
     "jaxbp/circuits/convolution",
-    # Parts of a pair, tested through it.
     *("jaxbp/common/gradients", "jaxbp/common/options"),
-    # Parts of a check, tested through it.
     *(
         f"jaxbp/verify/{name}"
         for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
@@ -243,13 +238,12 @@ OF_MORE_THAN_A_MODULE = {
     "jaxbp/ops/conv/test_twins",
     *(f"jaxbp/verify/test_{name}" for name in ("findings", "no_false_alarm", "planted_mistakes", "wrong_backwards")),
     "experiments/training/test_damage",
-    "experiments/bench/peers/test_init",  # tests of the package's `__init__.py`
+    "experiments/bench/peers/test_init",
 }
 
 
 def test_tests_mirror_the_rooms():
     def test_of(module):
-        """Return the test file of a module. Leading and trailing underscores of the module's name are dropped."""
         return str(module.parent / f"test_{module.name.strip('_')}")
 
     modules = [path.relative_to(ROOT).with_suffix("") for room in ROOMS for path in files(room)]

@@ -31,7 +31,7 @@ slope: jax.Array = jax.grad(lambda w: jaxbp.linear(x, w).sum())(w)
 rows = np.ones((2, 4), np.float32)
 loss: jax.Array = jaxbp.softmax_cross_entropy(jaxbp.linear(rows, np.ones((3, 4), np.float32)), np.array([0, 2]))
 
-# These two kernels run in the interpreter if there is no GPU.
+# Without a GPU, these two kernels run in the interpreter.
 doubled: jax.Array = elementwise(lambda x: 2 * x, x)
 dx_by_kernel: jax.Array = jaxbp.relu_backward(x, x, implementation="pallas")
 assert (doubled == 2).all() and (dx_by_kernel == x).all()

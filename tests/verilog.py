@@ -1,5 +1,3 @@
-"""Ways to run Verilog in tests: an evaluator of the generated subset, and Icarus Verilog where it is installed."""
-
 import re
 import shutil
 import subprocess
@@ -13,9 +11,8 @@ needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="need
 def simulate(source, x):
     """Return the outputs of a module of one-bit assignments for samples `(inputs, samples)` of 0 and 1.
 
-    This evaluator accepts only the subset that `to_verilog` writes: declared vectors, assignments to one bit or to a
-    whole vector, wires of one bit, and the operators ~ & ^ |. On one bit, these have the same precedence in Verilog and
-    Python.
+    This evaluator accepts only the subset that `to_verilog` writes. Its operators ~ & ^ | have the same precedence in
+    Verilog and, on one bit, in Python.
     """
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
@@ -42,7 +39,6 @@ def simulate(source, x):
 
 
 def run_in_icarus(source, folder):
-    """Run a program of several modules. Return the words that it displays."""
     (folder / "test.v").write_text(source)
     subprocess.run(["iverilog", "-Wall", "-o", "test", "test.v"], cwd=folder, check=True)
     return subprocess.run(["./test"], cwd=folder, capture_output=True, text=True, check=True).stdout.split()

@@ -1,7 +1,7 @@
 """The two namespaces that a client runs with, and the comparison of its losses.
 
-A client is a program of the kind that other people write, with the namespace of its layers and functions as an
-argument. To move it to jaxbp, replace the namespace and nothing else.
+A client is a program of the kind that other people write. Its argument is the namespace of its layers and functions.
+Replacing the namespace, and nothing else, moves the client to jaxbp.
 """
 
 import functools
@@ -17,16 +17,15 @@ import jaxbp
 
 STEPS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""The largest relative difference of a loss."""
 
 every_implementation = pytest.mark.parametrize("implementation", [None, "xla"])
-"""On a CPU, None may choose autodiff, so "xla" runs the hand-written backwards."""
+"""On a CPU, None may choose autodiff. `implementation="xla"` runs the hand-written backwards."""
 every_dtype = pytest.mark.parametrize("dtype, implementation", [("float32", "xla"), ("bfloat16", None)])
 needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
 
 
 class Namespace:
-    """The functions and classes of several modules. The first module that has a name provides it, with the options."""
+    """The functions and classes of several modules, with the options. The first module that has a name provides it."""
 
     def __init__(self, *modules, **options):
         self.modules, self.options = modules, options
@@ -55,7 +54,6 @@ def assert_same_losses(actual, expected, dtype="float32"):
 
 
 def images(batch, size, classes=4):
-    """Return random images in NHWC, and random labels."""
     random = np.random.default_rng(0)
     x = random.standard_normal((batch, size, size, 1)).astype(np.float32)
     return jnp.asarray(x), jnp.asarray(random.integers(0, classes, batch))

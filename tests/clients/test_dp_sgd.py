@@ -1,4 +1,5 @@
-"""JAX's DP-SGD: the gradient of each example by `vmap` of `grad`, clipped, with noise added to the sum."""
+"""DP-SGD of `jax.example_libraries.stax`: the gradient of each example by `vmap` of `grad`, clipped, with noise added
+to the sum."""
 
 import functools
 
@@ -14,8 +15,6 @@ LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
 class Layers:
-    """The layers as `jax.example_libraries.stax` computes them."""
-
     def conv2d(x, w, b, stride, padding, dimension_numbers):
         return lax.conv_general_dilated(x, w, (stride, stride), padding, dimension_numbers=dimension_numbers) + b
 

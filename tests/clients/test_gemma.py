@@ -11,8 +11,6 @@ VOCABULARY, WIDTH, HEADS, HEAD = 16, 16, 2, 8
 
 
 class Functions:
-    """The functions as Gemma writes them."""
-
     def rotary_embedding(x, positions):
         angles = positions[..., None] / 10_000 ** (2 * jnp.arange(HEAD // 2) / HEAD)
         sin, cos = jnp.sin(angles), jnp.cos(angles)

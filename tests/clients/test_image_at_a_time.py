@@ -14,8 +14,6 @@ ENSEMBLE = 3
 
 
 class Layers:
-    """The layers as Equinox computes them, for one image."""
-
     def conv2d(x, w, b):
         return lax.conv_general_dilated(x, w, (1, 1), "VALID") + b[:, None, None]
 

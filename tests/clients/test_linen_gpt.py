@@ -28,8 +28,6 @@ pytestmark = needs_eight_devices
 
 
 class Linen:
-    """The layers of Linen. They infer the sizes of their inputs."""
-
     embed = linen.Embed
 
     def dense(inputs, outputs, **options):
@@ -40,8 +38,6 @@ class Linen:
 
 
 class Bridge:
-    """The layers of `jaxbp.nnx` as modules of Linen."""
-
     embed = functools.partial(to_linen, jaxbp.nnx.Embed)
     dense = functools.partial(to_linen, jaxbp.nnx.Linear)
     layer_norm = functools.partial(to_linen, jaxbp.nnx.LayerNorm)

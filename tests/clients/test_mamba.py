@@ -13,8 +13,6 @@ VOCABULARY, WIDTH, INNER, STATE, RANK, TAPS = 16, 8, 16, 4, 2, 4
 
 
 class Functions:
-    """The functions as Mamba in JAX writes them."""
-
     def conv1d(x, w, b, padding, groups, dimension_numbers):
         assert padding == "CAUSAL"
         padding = [(w.shape[0] - 1, 0)]
