@@ -1,5 +1,4 @@
-"""DP-SGD of `jax.example_libraries.stax`: the gradient of each example by `vmap` of `grad`, clipped, with noise added
-to the sum."""
+"""JAX's DP-SGD, with layers of `jax.example_libraries.stax`: clipped gradients of each example by `vmap` of `grad`."""
 
 import functools
 

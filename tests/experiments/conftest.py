@@ -71,8 +71,8 @@ def toy_config():
 def press_ctrl_c():
     """Return a function that interrupts this process as Ctrl-C does.
 
-    Python raises `KeyboardInterrupt` only if SIGINT was not ignored when Python started. Under `nohup` and in the
-    background of a script, it is ignored. This fixture sets the usual handler for one test.
+    Under `nohup` and in the background of a script, SIGINT is ignored when Python starts, and it raises no error. This
+    fixture sets the usual handler.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def press_ctrl_c():
 
 @pytest.fixture(scope="module")
 def prepared_once():
-    """Prepare and compile training once for all runs of a module with the same model and settings."""
+    """Compile training once for all runs of a module with the same model and settings."""
     prepare = training.prepare
 
     @functools.cache
@@ -166,13 +166,12 @@ def compare_toy(toy_config):
 
 @pytest.fixture(scope="session")
 def wrong_pair():
-    """Return a pair with a wrong backward."""
     return WRONG
 
 
 @pytest.fixture(scope="session")
 def comparison(compare_toy, tmp_path_factory):
-    """Run a comparison. Return its exit code, numbers and page."""
+    """Return (exit code, numbers, page) of a comparison."""
     path = tmp_path_factory.mktemp("compare") / "toy"
     json_path, html_path = path.with_suffix(".json"), path.with_suffix(".html")
     code = compare_toy(
@@ -192,8 +191,8 @@ def comparison(compare_toy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_run(tmp_path_factory):
-    """Return a function that runs the command line of an experiment on gates, with brief timing, and returns the exit
-    code, the output and the folder."""
+    """Return a function that runs an experiment on gates, with brief timing, and returns (exit code, output,
+    folder)."""
 
     def run(experiment, *options):
         folder, output = tmp_path_factory.mktemp(experiment) / "run", []

@@ -1,5 +1,3 @@
-"""Distances from float64: the measurement finds a rounded residual, and no op of jaxbp saves one."""
-
 import functools
 
 import jax
@@ -68,8 +66,7 @@ REDUCING = {
     ),
     "mlp_softmax_cross_entropy": (ENTRIES["mlp_softmax_cross_entropy"], ENTRIES["mlp_softmax_cross_entropy"].small),
 }
-"""Ops that could save rounded values or round the terms of sums. `python -m experiments.check --accuracy` measures all
-ops."""
+"""Ops that could save rounded values or round the terms of sums."""
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 10.0), ("float32", 1e2)])

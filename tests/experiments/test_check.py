@@ -13,7 +13,6 @@ PAIR = jaxbp.Pair(jnp.sin, {"xla": lambda dy, x: dy * jnp.cos(x).at[2].add(jnp.n
 
 
 def wrong(x, *, implementation=None):
-    """Op with a mistake in one element."""
     return PAIR(x, implementation=implementation)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of public functions by autodiff pass with one seed. The command tries three seeds and added data."""
+"""These tests take one seed. The command takes three seeds and added data."""
 
 import dataclasses
 

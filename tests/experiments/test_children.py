@@ -1,5 +1,3 @@
-"""Tasks in child processes: their results come in order, even if a process dies or hangs."""
-
 import os
 import sys
 import time

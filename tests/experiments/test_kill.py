@@ -1,5 +1,3 @@
-"""Processes that are killed while they train."""
-
 import functools
 import os
 import sys
@@ -14,7 +12,7 @@ from experiments.training import checkpoints, curves
 ROOT = Path(__file__).parents[2]
 EPOCHS = 60
 PAUSE = 0.05
-"""Seconds after each checkpoint of a process that is killed, so that none ends before."""
+"""Seconds after each checkpoint, so that no process ends before it is killed."""
 SCRIPT = """
 import sys
 import time
@@ -41,7 +39,7 @@ def command(monkeypatch, tmp_path):
     """Return a function that makes the command of a process, which starts or resumes the toy experiment."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # A killed process may leave half a compiled program, and JAX would warn the other tests of it.
+    # A killed process may leave half a compiled program in the cache, of which JAX would warn the other tests.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 

@@ -1,4 +1,4 @@
-"""Processes under compute-sanitizer, which a script that prints its messages replaces."""
+"""A script that prints the messages of compute-sanitizer replaces it."""
 
 import json
 import sys

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 def default_run(tmp_path_factory):
     """Run `python -m experiments.train lenet` with the defaults. Return its output and its working folder."""
     folder = tmp_path_factory.mktemp("default")
-    # The tests' XLA flags suit programs that run briefly, so this run drops them. It also drops the compilation cache,
-    # because JAX warns of a program that another process is writing, or was killed while writing.
+    # Drop the tests' XLA flags, which suit programs that run briefly. Also drop the compilation cache, because JAX
+    # warns of a program that another process is writing, or was killed while writing.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)
@@ -35,7 +35,7 @@ def default_run(tmp_path_factory):
     finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
     if jax.default_backend() == "cpu":
-        assert finished.stderr == ""  # no warnings
+        assert finished.stderr == ""
     return finished.stdout, folder
 
 
@@ -127,7 +127,6 @@ def test_a_hint_for_an_unknown_option_is_a_command_that_can_be_run(command, caps
 
 
 def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path):
-    # A module that stands in for JAX presses Ctrl-C when it is imported.
     (tmp_path / "jax.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -220,7 +219,6 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
 
 @pytest.fixture
 def run(toy_config, tmp_path, monkeypatch):
-    """Return a function that runs the toy experiment's command line in a folder."""
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config, "lenet": LeNetConfig})
     return lambda *args: train.main([*args, "--run-dir", str(tmp_path / "run")])
 

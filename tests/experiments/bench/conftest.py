@@ -13,8 +13,6 @@ QUICK = ["--batch", "2", "--seconds", "0.001", "--implementations"]
 
 @pytest.fixture(scope="session")
 def workload_at():
-    """Return a function `(op, place) -> workload`."""
-
     def workload_at(op, place=""):
         return next(workload for workload in selected(["all"]) if (workload.op, workload.place) == (op, place))
 
@@ -23,7 +21,6 @@ def workload_at():
 
 @pytest.fixture(scope="package")
 def finished(tmp_path_factory):
-    """Run the command line once. Return its exit code and report."""
     path = tmp_path_factory.mktemp("bench") / "results.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "ROUNDS", 1)
@@ -33,8 +30,8 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def quickly(monkeypatch, workload_at):
-    """Return a function that times one small op from the command line, without measuring the device, and returns the
-    exit code and the report."""
+    """Return a function that times one small op without measuring the device, and returns the exit code and the
+    report."""
     workload = workload_at("softmax_cross_entropy_backward", "classes")
     monkeypatch.setattr(bench, "selected", lambda *_: [workload])
     monkeypatch.setattr(measure, "ROUNDS", 1)

@@ -47,7 +47,6 @@ def test_what_need_not_move_is_not_counted(workload_at):
 
 
 def test_a_gather_reads_only_the_rows_that_it_selects(workload_at):
-    """`embedding` reads one row of the table per token, and its backward writes the whole gradient of the table."""
     rows, classes, features = 3, 128256, 2560
     counted = cost(workload_at("embedding", "32768x128256x2560"), rows, "float32")
     tokens, selected = 4 * rows, 4 * rows * features

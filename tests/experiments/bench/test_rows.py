@@ -57,7 +57,7 @@ def test_every_row_has_every_field(finished):
         none = {"failed", "peer", "error_reason", *ROOFLINE * (finished.report["platform"] == "cpu")}
         assert {name for name in FIELDS if row[name] is None} - {"error_reason"} == none - {"error_reason"}
         assert row["microseconds"] > 0 and row["compile_seconds"] > 0
-        assert len(row["round_microseconds"]) == 1  # `finished` has one round
+        assert len(row["round_microseconds"]) == 1
 
 
 def test_errors_are_those_of_the_dtype(finished):

@@ -11,8 +11,7 @@ from jaxbp import ConvolutionalCircuit
 
 
 def shapes(config, images):
-    """Return the shapes of the images after each convolution, computed without arrays, and the widths of the dense
-    layers."""
+    """Return the shapes of the images after each convolution, and the widths of the dense layers."""
     found = []
 
     def build(key):

@@ -1,5 +1,3 @@
-"""Augmentation: shifts and distortions against their definitions, and which of them a config uses."""
-
 import collections
 import itertools
 
@@ -15,7 +13,6 @@ from experiments.output.errors import UserError
 
 
 def translate(image, down, right):
-    """Shift `image (..., height, width)` by the definition, with zeros where no pixel arrives."""
     moved = np.zeros_like(image)
     for row, column in np.ndindex(image.shape[-2:]):
         if 0 <= row - down < image.shape[-2] and 0 <= column - right < image.shape[-1]:
@@ -43,7 +40,7 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 
 
 def bilinear(image, row, column):
-    """Return the value of `image (height, width)` between pixels, by the definition, with zeros beyond the edges."""
+    """Return the value of `image (height, width)` between pixels, with zeros beyond the edges."""
     top, left = int(np.floor(row)), int(np.floor(column))
     value = 0.0
     for r, c in itertools.product((top, top + 1), (left, left + 1)):

@@ -24,7 +24,7 @@ def idx(array, magic=None):
 
 @pytest.fixture
 def contents():
-    """Return the bytes of four valid files, with 20 images for training and 10 for testing."""
+    """Return four valid files, with 20 images for training and 10 for testing."""
     random = np.random.default_rng(0)
     return {
         TRAIN_IMAGES: idx(random.integers(0, 256, (20, 28, 28))),
@@ -43,7 +43,7 @@ def write(folder, contents, zipped=False):
 
 @pytest.fixture
 def serve():
-    """Return a function that serves a folder over HTTP on this machine, and returns its address."""
+    """Return a function that serves a folder over HTTP, and returns its address."""
     servers = []
 
     def start(folder):
@@ -231,7 +231,6 @@ def test_without_files_and_network_the_error_says_what_is_wanted_where(tmp_path)
 
 @pytest.fixture
 def batches():
-    """Return CIFAR-10's six files, with 3 images each."""
     random = np.random.default_rng(0)
     names = [name for names in CIFAR10_FILES.values() for name in names]
     pixels = {name: random.integers(0, 256, (3, 3072), np.uint8) for name in names}

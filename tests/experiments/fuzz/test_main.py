@@ -1,5 +1,3 @@
-"""Random cases depend on the seed only, and correct ops pass them. A mistake is found with code that reproduces it."""
-
 import dataclasses
 import json
 import os
@@ -36,7 +34,7 @@ def test_shapes_options_dtypes_and_transformations_vary():
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2e-38), ("float64", 1.5e-154)])
 def test_the_least_number_can_be_held_against_float64(dtype, least):
-    """In float64 its square is not subnormal. A subnormal number would become 0."""
+    """In float64, its square is not subnormal. A subnormal number would become 0."""
     entry = ENTRIES["kl_divergence"]
     program = Program(entry, entry.small, dtype, "xla", "plain")
     with jax.enable_x64(dtype == "float64"):
@@ -74,7 +72,7 @@ def test_an_invalid_label_is_under_a_mask():
 
 @pytest.fixture(autouse=True)
 def settings():
-    """Restore JAX's settings. The code that reproduces a failure changes them for the whole process."""
+    """Restore JAX's settings, which the code that reproduces a failure changes for the whole process."""
     before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
     yield
     for name, value in before.items():
@@ -83,7 +81,6 @@ def settings():
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """Replace `tanh` by a function whose gradient lacks the slope."""
     pair = Pair(jnp.tanh, {"xla": lambda dy, x: dy}, name="tanh")
 
     def tanh(x, *, implementation=None):
@@ -105,7 +102,6 @@ def test_a_mistake_is_found_and_its_lines_show_it(wrong, tmp_path, capsys):
     capsys.readouterr()
     exec(failure["lines"], {})
     assert capsys.readouterr().out.count("Array") >= 3
-    # `--resume` continues after the last case.
     assert fuzz.main(["--resume", "--cases", "16", "--processes", "0", "--json", str(path)]) == 1
     again = json.loads(path.read_text())
     assert (again["cases"], again["seed"]) == (16, 2) and again["failures"][: len(report["failures"])] == report[
@@ -132,7 +128,7 @@ def test_a_crash_is_a_finding_and_said_to_be_the_librarys_where_jax_alone_crashe
     path = tmp_path / "fuzz.json"
 
     def in_children(_, tasks, processes, limit):
-        """Program 1 kills every process at its third draw. Program 2 kills it at once, but not under autodiff."""
+        """Program 1 kills every process at its third draw. Program 2 kills it at once, except under autodiff."""
         assert (processes, limit) == (3, 9.0)
         for task in tasks:
             passed = [work.Outcome(draw, None) for draw in task.draws]
@@ -157,7 +153,6 @@ def test_a_crash_is_a_finding_and_said_to_be_the_librarys_where_jax_alone_crashe
 
 
 def dying(task):
-    """Run a task, but end the process unless the implementation is autodiff."""
     if task.implementation == "drawn":
         os.abort()
     return work.work(task)

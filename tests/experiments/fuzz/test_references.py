@@ -1,5 +1,3 @@
-"""The references route a gradient to the first of equal numbers, and to the first NaN."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Differences that rounding explains pass. Mistakes are found where the correct gradient is 0 or large."""
-
 import dataclasses
 
 import jax.numpy as jnp

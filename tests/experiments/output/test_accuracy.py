@@ -1,5 +1,3 @@
-"""The rows of `experiments.check --accuracy`. No committed row is too far from float64."""
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def test_an_op_is_measured_and_a_second_run_goes_on(tmp_path, monkeypatch):
     report = json.loads(path.read_text())
     assert report["passed"] and [row["op"] for row in report["rows"]] == ["sigmoid", "sigmoid_backward"]
     assert all(row["places"] == 2 and row["implementation"] == "xla" for row in report["rows"])
-    monkeypatch.setattr(accuracy, "accuracy", None)  # so that a second measurement would fail
+    monkeypatch.setattr(accuracy, "accuracy", None)  # a second measurement would fail
     assert check.main(run) == 0
 
 

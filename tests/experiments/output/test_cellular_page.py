@@ -1,4 +1,4 @@
-"""The live page: its script in Node, and the whole page in a headless browser, give the same bits as Python."""
+"""The live page gives the same bits as Python: its script in Node, and the whole page in a headless browser."""
 
 import importlib.util
 import json

@@ -1,5 +1,3 @@
-"""Pictures of runs. Every frame of a GIF is a state, and a strip shows the ticks of each run."""
-
 import io
 
 import numpy as np
@@ -30,7 +28,6 @@ def colours_of(states, visible):
 
 
 def frames_of(gif):
-    """Yield the frames of a GIF as arrays of RGB values."""
     image = Image.open(io.BytesIO(gif))
     for number in range(image.n_frames):
         image.seek(number)

@@ -11,7 +11,6 @@ from experiments.output.results import commit, provenance, to_json
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Return a git repository with one file in one commit."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     (tmp_path / "file").write_text("text")

@@ -1,5 +1,3 @@
-"""Frozen parameters: the gradients of adapters alone, compared with the gradients of all parameters."""
-
 import json
 
 import jax

@@ -1,5 +1,3 @@
-"""Workloads under Nsight Compute, which a script replaces."""
-
 import json
 import os
 import sys

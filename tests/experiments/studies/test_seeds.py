@@ -1,5 +1,3 @@
-"""Runs over several seeds: their rows, and the fields that circuits add."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""The steps of the tutorial: the page's kernels, timed and compared with the roofline."""
-
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder with all files and their checksums. `test_damage.py` tests damaged checkpoints."""
+"""`test_damage.py` tests damaged checkpoints."""
 
 import dataclasses
 import errno
@@ -83,7 +83,7 @@ def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
 
 
 def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written, capfd):
-    # A limit of the size of files fails as a full disk does, within Orbax. Python ignores the signal.
+    # Within Orbax, a limit of the size of files fails as a full disk does. Python ignores the signal.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     array = np.random.default_rng(0).random(10**6)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
@@ -98,8 +98,7 @@ def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written
 
 
 def bomb(folder, shape, chunk):
-    """Write a checkpoint whose array `a` claims a shape, with a chunk of zlib data, by hand and with correct
-    checksums."""
+    """Write a checkpoint whose array `a` claims a shape, with a chunk of zlib data and correct checksums."""
     orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
     orbax.save(folder / "1" / "state", {"a": np.zeros(10, np.float32)})
     header = folder / "1" / "state" / "a" / ".zarray"

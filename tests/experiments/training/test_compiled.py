@@ -1,4 +1,4 @@
-"""The speed of hardened networks as compiled C. The tests of circuits cover the results of `evaluate` and `run`."""
+"""The tests of circuits cover the results of `evaluate` and `run`."""
 
 import shutil
 

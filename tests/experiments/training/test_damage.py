@@ -1,7 +1,7 @@
 """Every file of a run is damaged in every way. The run then resumes to the same bits, or prints a one-line error.
 
-Every case goes through the command line's `main`. To save time, the toy model is compiled once, a stand-in replaces the
-picture of the curves, and nothing waits for the disk.
+To save time, the toy model is compiled once, a stand-in replaces the picture of the curves, and nothing waits for the
+disk.
 """
 
 import errno
@@ -101,7 +101,6 @@ CASES = [(run, place) for run, places in PLACES.items() for place in places]
 
 
 def files_at(run_dir, place):
-    """Return the files at an entry of `PLACES`, as paths relative to the run."""
     path = run_dir / place
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [str(file.relative_to(run_dir)) for file in files if file.stat().st_size]
@@ -275,7 +274,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
 
 
 def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_path, capsys, monkeypatch):
-    for at in range(7):  # for the checkpoint, metrics, curves and checksums: each file, then its folder
+    for at in range(7):  # for the checkpoint, metrics, curves, and checksums: each file, then its folder
         run_dir, written = Path(shutil.copytree(runs["cut"], tmp_path / str(at))), []
 
         def full(descriptor, at=at, written=written):

@@ -25,7 +25,6 @@ def noise(train=48, test=21):
 
 
 def run(config, dataset=None):
-    """Train. Return the metrics of all epochs and the last state."""
     prepared = training.prepare(config, dataset or config.load())
     epochs = list(training.run(prepared, prepared.state))
     return [epoch[0] for epoch in epochs], jax.tree.map(np.asarray, epochs[-1][1])
@@ -43,8 +42,8 @@ def assert_within_rounding(one, other, tolerance=1e-5):
 
 @pytest.fixture
 def sgd(monkeypatch):
-    """Return a function that replaces a config's optimizer by SGD. Adam takes a full step even if a gradient is only
-    rounding error."""
+    """Return a function that replaces a config's optimizer by SGD. Adam would take a full step even if a gradient is
+    only rounding error."""
     return lambda config: monkeypatch.setattr(type(config), "optimizer", lambda config, steps: optax.sgd(0.1))
 
 

@@ -103,7 +103,7 @@ def test_epochs_leave_out_different_examples():
 
 
 def losses_of_augmented(epoch, augment, seed=0):
-    """Return the losses of one epoch, one per step. A loss is the mean of the augmented inputs."""
+    """Return the losses of the steps of one epoch. A loss is the mean of the augmented inputs."""
     _, losses, *_ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),
@@ -312,8 +312,6 @@ def test_a_few_steps_an_epoch_may_all_be_skipped_until_the_scale_fits(toy_config
 
 
 def overflowing(build):
-    """Return a `build` for a model whose gradients pass through float16."""
-
     def with_half_precision(config, key):
         model, loss = build(config, key)
 

@@ -1,5 +1,3 @@
-"""Training in two processes on this machine, each with one device."""
-
 import contextlib
 import itertools
 import os
@@ -34,8 +32,8 @@ sys.exit(train.main(sys.argv[1:]))
 def port():
     """Yield a free port that is followed by another free port.
 
-    During the test, this fixture holds the port before them, so that no other test chooses the same ports. Two
-    coordinators on one port would not notice each other.
+    Two coordinators on one port would not notice each other. This fixture therefore holds the port before them, so that
+    no other test chooses the same ports.
     """
     for port in itertools.count(20001, 3):  # below the ports that the system assigns to connections
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
@@ -91,7 +89,7 @@ def test_two_processes_go_on_with_a_run_in_the_bits_of_one_with_two_devices(star
     assert [line.split()[1] for line in said.splitlines() if line.startswith("epoch")] == ["4/4"]
     assert "epoch" not in other.stdout.read() and '"devices": 2' in said
     assert kill.outcome(both) == kill.outcome(alone)
-    for path in (alone, both):  # and back to one process
+    for path in (alone, both):
         train.train(toy_config(run_dir=path, devices=2, resume=True, epochs=5))
     assert kill.outcome(both) == kill.outcome(alone)
 
@@ -124,8 +122,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
 
 @pytest.fixture
 def waiting(port, monkeypatch):
-    """Start process 0's wait for process 1. Return a function that connects and sends bytes, and the result of the
-    wait."""
+    """Start process 0's wait for process 1. Return a function that connects and sends bytes, and the wait's result."""
     monkeypatch.setenv(TOKEN, "the token")
     monkeypatch.setattr(processes, "INTRODUCTION_SECONDS", 1)
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as links:

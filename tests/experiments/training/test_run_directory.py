@@ -28,7 +28,6 @@ def epochs_of(run_dir):
 
 
 def last_checkpoint(run_dir):
-    """Return the epoch of the last checkpoint and the bytes of all its arrays."""
     checkpoint = run_directory.newest(run_dir)
     return checkpoint.epoch, {name: array.tobytes() for name, array in checkpoint.arrays.items()}
 
@@ -52,8 +51,7 @@ WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_a
 
 
 def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
-    """Train a run that dies while it writes a checkpoint or another file. `number` counts the writes of this kind
-    from 0."""
+    """Train a run that dies at one of its writes of this kind, counted from 0."""
     module, name = WRITES[write]
     original, done = getattr(module, name), []
 
@@ -177,7 +175,7 @@ def test_a_run_is_refused_to_a_second_process(toy_config, whole_run, tmp_path):
 
 def test_of_two_new_runs_in_one_directory_one_goes_on(toy_config, whole_run, tmp_path):
     config = toy_config(run_dir=tmp_path / "run")
-    with RunDirectory(config) as late:  # both processes find an empty directory
+    with RunDirectory(config) as late:
         train.train(config)
         with pytest.raises(UserError, match="is not empty"):
             late.begin(None, None)

@@ -1,5 +1,3 @@
-"""torchlogix computes the same networks. These tests need torchlogix."""
-
 import dataclasses
 import importlib.util
 import sys

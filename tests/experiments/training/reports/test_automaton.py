@@ -1,5 +1,3 @@
-"""Experiments on automata: they learn, resume, and report how the hardened circuit behaves."""
-
 import dataclasses
 import hashlib
 import json
@@ -22,7 +20,6 @@ from jaxbp import CellularCircuit, Netlist
 
 @pytest.fixture(scope="module")
 def finished(tiny_automaton, tmp_path_factory):
-    """Train a whole run. Return its config and its output."""
     config = tiny_automaton(run_dir=tmp_path_factory.mktemp("automaton") / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "TIMED_SECONDS", 0.01)

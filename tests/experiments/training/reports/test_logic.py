@@ -1,5 +1,3 @@
-"""The experiment `logic`: it reaches its accuracy when hardened, and reports what it learned."""
-
 import re
 
 import pytest
@@ -8,7 +6,6 @@ from hardened_report import HardenedReport
 
 @pytest.fixture(scope="module")
 def finished(gates_run):
-    """Run the command line with a smaller network and fewer epochs. Return its output and its folder."""
     return gates_run("logic", "--levels", "2", "--gates", "1000", "--layers", "3", "--epochs", "25")
 
 

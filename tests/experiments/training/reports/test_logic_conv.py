@@ -1,5 +1,3 @@
-"""The experiment `logic-conv`: the hardened network learns, and the run reports what it learned."""
-
 import re
 
 import pytest
@@ -12,7 +10,6 @@ from experiments.training.reports import logic_conv
 
 @pytest.fixture(scope="module")
 def finished(gates_run):
-    """Run the command line with a smaller network and fewer epochs. Return its output and its folder."""
     size = ["--kernels", "8", "--levels", "1", "--tau", "2"]
     training = ["--epochs", "2", "--learning-rate", "0.1", "--shift", "0", "--devices", "1"]
     return gates_run("logic-conv", *size, *training)
