@@ -71,7 +71,7 @@ def toy_config():
 def press_ctrl_c():
     """Return a function that interrupts this process as Ctrl-C does.
 
-    Under `nohup` and in the background of a script, SIGINT is ignored when Python starts, and it raises no error. This
+    Under `nohup` and in the background of a script, SIGINT is ignored, and Python raises no `KeyboardInterrupt`. This
     fixture sets the usual handler.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,3 @@
-"""Barriers: XLA on the CPU keeps them in every version of jaxlib, and they change neither values nor derivatives."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax.test_util import check_grads
 from jaxbp import barriers
 
 by_calls = pytest.mark.parametrize("by_calls", [False, True])
-"""Whether a call takes the barrier's place, which works in every version."""
+"""Whether a call takes the barrier's place, which works in every version of jaxlib."""
 
 
 @pytest.mark.parametrize("barrier", [barriers.optimization_barrier, barriers.on_cpu])
@@ -68,7 +66,6 @@ def test_calls_in_a_checkpointed_function_are_inlined(monkeypatch):
     f = barriers.checkpoint(jax.jit(jnp.sin))
     gradient = jax.grad(lambda x: jnp.sum(f(x) ** 2))
     if jax.default_backend() == "cpu":
-        # One call is the forward pass, and the other is the backward pass.
         assert jax.jit(gradient).lower(jnp.ones(1000)).compile().as_text().count(" call(") == 2
 
 

@@ -1,5 +1,3 @@
-"""Checkpointing of scans and layers: values and gradients under every policy, memory, and binomial schedules."""
-
 import functools
 import math
 
@@ -17,7 +15,8 @@ POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
 def walk(weights, memory, scan=None, **options):
-    """Return a function that scans. The carry, xs and ys have integers and floats, and the body closes over weights."""
+    """Return a function that scans. The carry, xs, and ys have integers and floats, and the body closes over
+    weights."""
 
     def body(carry, x):
         s, count = carry
@@ -66,8 +65,7 @@ def test_second_derivatives():
 
 
 def test_kept_bytes_are_those_of_the_table():
-    """The scan has 64 steps and a carry of 64 KiB. The memory that the compiled gradient allocates may differ from the
-    table by a few arrays of one step."""
+    """The scan has 64 steps and a carry of 64 KiB. The compiled gradient may differ from the table by a few arrays."""
     size, steps = 2**14, 64
 
     def loss(memory, w, s):
@@ -129,7 +127,6 @@ def test_refuses_xs_without_rows():
 
 
 def stack(layers, width):
-    """Draw the weights of dense layers with tanh, and a batch."""
     weights = jax.random.normal(jax.random.key(0), (layers, width, width)) / 4
     return weights, jax.random.normal(jax.random.key(1), (1024, width))
 

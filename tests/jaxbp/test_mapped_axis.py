@@ -1,5 +1,3 @@
-"""Functions with hand-written backwards, mapped within `jit`, have results with the correct axes."""
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +9,7 @@ from jaxbp.mapped_axis import mapped_axis_first
 
 
 def saves_along_another_axis(x):
-    """Compute `sin`, which leaves the mapped axis at another position than `jnp.sin` does."""
+    """Compute `sin`, with the mapped axis at another position than in the result of `jnp.sin`."""
     y = jnp.moveaxis(jnp.sin(jnp.moveaxis(x, 0, 1)), 1, 0)
     return y, (x,)
 

@@ -1,5 +1,3 @@
-"""The optimizer in one launch has the numbers, state and errors of Optax."""
-
 import functools
 
 import jax
@@ -16,7 +14,7 @@ from pallas_kernels.core.launch import CHANGES_IN_PLACE
 from pallas_kernels.core.simulator import simulated
 
 MASK = {"a": True, "b": False, "c": True, "d": {"e": False, "f": True}, "g": True, "h": False}
-"""Which of the parameters decay. One boolean stands for the whole list "b"."""
+"""Which of the parameters decay. One boolean covers the whole list "b"."""
 
 
 def _of_matrices(params):
@@ -70,7 +68,6 @@ def drawn(shapes, dtype="float32", seed=0):
 
 
 def steps_of(optimizer, shapes, dtype="float32", steps=3, finite=None):
-    """Return the parameters and the state after some steps."""
     params = drawn(shapes, dtype)
     state = optimizer.init(params)
     step = jax.jit(functools.partial(apply, optimizer))
@@ -102,7 +99,7 @@ def test_the_kernel_takes_optaxs_steps(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "mask"])  # its mask has the structure of SHAPES
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "mask"])
 def test_the_kernel_takes_optaxs_steps_on_a_gpu(name, dtype):
     make, optax_optimizer = PAIRS[name]
     if (name, dtype) == ("arrays", "bfloat16"):
@@ -193,8 +190,6 @@ def test_the_learning_rate_may_be_traced():
 
 
 def trained(optimizer, params, grads):
-    """Train for three steps in a scan."""
-
     def step(carry, g):
         params, state = carry
         return optimizer.apply(g, state, params), None

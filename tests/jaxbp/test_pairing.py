@@ -1,5 +1,3 @@
-"""Functions paired with backwards: options, the choice of `None`, and the caches of compiled functions."""
-
 import dataclasses
 import functools
 import gc
@@ -50,7 +48,7 @@ def test_the_forward_is_the_function_itself(pair, implementation):
 
 @every_cube
 def test_gradients_of_order_1_2_and_3_are_right(pair, implementation):
-    # One test covers all of these under jit, so that the interpreted kernel is compiled once.
+    # One program for all orders, so that the interpreted kernel is compiled once.
     first = jax.grad(total(pair, implementation))
     second = jax.grad(lambda x: jnp.sum(first(x)))
     third = jax.grad(lambda x: jnp.sum(second(x)))
@@ -159,8 +157,6 @@ def test_an_implementation_that_it_lacks_is_refused_with_those_it_has(op, implem
 
 
 def counting(function, calls):
-    """Return `function`, wrapped so that it records each call in `calls`."""
-
     def counted(*arrays, **options):
         calls.append(arrays)
         return function(*arrays, **options)
@@ -450,7 +446,7 @@ def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementati
     for i in range(REMEMBERED + 20):
         f = functools.partial(jnp.multiply, float(i))
         references.append(weakref.ref(f))
-        # The functions are only traced, as within jit, because compiling every program would take long.
+        # The functions are only traced, because compiling every program would take long.
         jax.eval_shape(functools.partial(pair.vjp, f=f, implementation=implementation), X, X)
         jax.eval_shape(jax.grad(total(functools.partial(pair, f=f), implementation)), X)
     del f
@@ -788,7 +784,7 @@ def test_none_may_stand_for_the_gradient_of_any_part_of_a_pytree():
 
 
 def counting_residual(x, counts):
-    """Return exp(x), by a function that only runs when its result is needed, and counts its runs."""
+    """Return exp(x) by a function that runs only when its result is needed, and counts its runs."""
     count = lambda x: (counts.append(1), np.exp(x))[1]  # noqa: E731
     return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 

@@ -1,4 +1,4 @@
-"""Mixed precision: one test per pitfall of half-precision gradients."""
+"""One test per pitfall of half-precision gradients."""
 
 import functools
 
@@ -142,8 +142,6 @@ def test_a_static_scale_stays_and_skips():
 
 
 def train(loss, scale, x, steps):
-    """Train by plain gradient descent in one scan, and skip steps that are not finite."""
-
     def step(carry, _):
         x, scale = carry
         _, gradients, finite, scale = scale.value_and_grad(loss)(x)

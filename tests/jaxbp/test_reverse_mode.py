@@ -1,5 +1,3 @@
-"""Ops with a hand-written backward under forward mode, and linear ops under both modes."""
-
 import functools
 
 import jax
@@ -99,7 +97,7 @@ def test_forward_mode_works_or_names_the_op_of_the_table(name):
     except TypeError as error:
         assert str(error).startswith(f"{name}: has no forward mode") and "autodiff" in str(error)
     else:
-        # Second derivatives in reverse mode, which are tested elsewhere, transpose the forward mode of backwards.
+        # Tests of second derivatives transpose the forward mode of backwards, and so cover it.
         if "_backward" not in name:
             assert_close(product("xla")(*values), product("autodiff")(*values), 1e-4)
 
@@ -128,7 +126,6 @@ def test_a_linear_op_has_a_transpose_and_both_modes(op, implementation):
         np.testing.assert_array_equal(jax.jvp(f, (CUBOID,), (CUBOID,))[1], function(CUBOID))
     mapped = jax.jit(jax.vmap(lambda dy: jax.linear_transpose(function, CUBOID)(dy)[0], -1, -1))
     np.testing.assert_array_equal(mapped(jnp.stack([dy, 2 * dy], -1))[..., 1], 2 * gradient)
-    # The transpose of the transpose is the op.
     twice = jax.linear_transpose(lambda dy: jax.linear_transpose(function, CUBOID)(dy)[0], dy)(CUBOID)[0]
     assert_close(twice, function(CUBOID), "float32")
 

@@ -1,5 +1,3 @@
-"""Properties that every op in the table must have, in every implementation."""
-
 import functools
 import inspect
 import itertools
@@ -41,15 +39,15 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# An entry that is like another entry shares its tests where the formula makes no difference. The other tests of such
-# entries are in test_formulas.py.
+# Entries that are like another entry share its tests where the formula makes no difference. Their other tests are in
+# test_formulas.py.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
 
 PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
-"""The ops with a hand-written backward. Together with their gradients they call the kernels of all other ops in the
-same way, so tests that are slow in the interpreter use only these."""
+"""The ops with a hand-written backward. They call all kernels, so tests that are slow in the interpreter use only these
+ops."""
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
@@ -57,8 +55,8 @@ every_pair_of_ours = pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
 )
-"""Pairs for tests of a transformation's rules, which are the same for every kernel. Kernels of convolutions are left
-out, because they are slow in the interpreter."""
+"""Pairs for the rules of a transformation, which are the same for every kernel. Kernels of convolutions are left out,
+because they are slow in the interpreter."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
@@ -76,7 +74,6 @@ def test_every_public_op_is_in_the_table():
 
 
 def _directions(arrays, count):
-    """Draw random directions in which to move the floating arrays."""
     random = np.random.default_rng(0)
     return [[random.standard_normal(a.shape).astype(a.dtype) for a in floats(arrays)] for _ in range(count)]
 
@@ -86,7 +83,6 @@ def _move(arrays, direction, by):
 
 
 def _gradient_of_sines(name, implementation, arrays):
-    """Return the gradient of the sum of the sines of the results."""
     run = compiled(name, None, implementation)
     y, _ = run(arrays, drawn(name, dtype=floats(arrays)[0].dtype.name)[1])
     return [np.asarray(g) for g in run(arrays, [np.cos(a) for a in y])[1]]
@@ -219,13 +215,12 @@ def test_gpu_kernels_give_the_same_bits_twice(name, place):
 
 
 def _that_fits(name, place, batch):
-    """Return the batch, but at most one more than the batch that is timed, and at most 17 at the large place. A float64
-    reference keeps every gate of every tree, which for 17 examples of the large place takes 7 GB."""
+    """Return the batch, but at most one more than the timed batch, and at most 17 at the large place. There, a float64
+    reference of 17 examples takes 7 GB."""
     return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
 def _rms_errors(name, place, implementation, dtype, batch, draws=16):
-    """Return the relative error of each result, as a root mean square over several draws."""
     errors = []
     for seed in range(draws):
         actual = compiled(name, place, implementation)(*drawn(name, place, dtype, batch, seed))
@@ -235,7 +230,6 @@ def _rms_errors(name, place, implementation, dtype, batch, draws=16):
 
 
 def _equal(one, other):
-    """Return whether all numbers are equal and none is NaN."""
     return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
 
 
@@ -243,13 +237,12 @@ def _check_at_place(name, place, implementation, dtype, batch):
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
-        # The inputs of a hidden layer's ReLU are rounded. A few in a thousand have the other sign than in float64, and
-        # gradients jump there in every implementation. In a single draw, the error of the ten numbers of a bias may be
-        # twice as large in one of the implementations by chance.
+        # The inputs of a hidden layer's ReLU are rounded. A few in a thousand change their sign, and gradients jump
+        # there in every implementation. In one draw, the error of a bias of ten numbers may differ twofold by chance.
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
-        # Among millions of windows, a few have values that are nearly equal, and float64 selects another maximum. The
+        # Among millions of windows, a few have nearly equal values, of which float64 selects another maximum. The
         # reference gradient therefore uses the indices that are found here.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
         _, places = jaxbp.logic_conv2d_or_pool2d_with_indices(
@@ -317,7 +310,7 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
 
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
-    # The interpreter runs CTAs one by one in order. This test finds results that depend on the order.
+    # The interpreter runs CTAs one by one in order.
     run = compiled(name, None, "pallas")
     with on_the_cpu():
         in_order = run(*drawn(name))
@@ -364,7 +357,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
-    # One test covers all three, because each separate test would compile the kernels again.
+    # Each separate test would compile the kernels again.
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
@@ -407,7 +400,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @every_pair_of_ours
 def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
-    # On explicit axes, an op computes as on automatic axes. XLA partitions formulas.
+    # XLA partitions formulas. An op computes on explicit axes as on automatic axes.
     if axes == AxisType.Auto and (implementation, name) not in (("pallas", "layer_norm"), ("pallas", "gate_layer")):
         return
     mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
@@ -419,7 +412,7 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
     with jax.set_mesh(mesh):
         traced = value_and_gradients(op).trace(*placed)
         jaxpr = str(traced.jaxpr)
-        assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr  # each device runs the kernel on its examples
+        assert "launch[" not in jaxpr or "custom_partitioning[" in jaxpr
         program = traced.lower().compile()
         results = program(*placed)
     # Near a tie, float64 may select another maximum than float32.
@@ -429,8 +422,6 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
 
 
 def _sharded(arrays, smaller, mesh):
-    """Shard the batch axis of each array, whose size differs in `smaller`, over the mesh. Replicate other arrays."""
-
     def place(a, b):
         axis = next((i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), None)
         return jax.device_put(a, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "examples")))
@@ -442,7 +433,6 @@ READS_OF_OTHERS = {"gate_layer", "logic_conv2d_or_pool2d", "automaton_step"}
 
 
 def _smallest_place(name):
-    """Return the place of the smallest case with a batch axis. Few small cases have one."""
     if any(BATCH in argument.shape for argument in case_of(name).leaves):
         return None
     return min(ENTRIES[name].real, key=functools.partial(_size, name))
@@ -461,8 +451,7 @@ def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
 
 
 def _export(*names):
-    """Export the ops for all platforms at once. An export for only a CPU or only a GPU may contain calls that other
-    versions of XLA do not support."""
+    """An export for only a CPU or only a GPU may contain calls that other versions of XLA do not support."""
 
     def run(arrays):
         return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}

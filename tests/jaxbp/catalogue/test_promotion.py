@@ -1,4 +1,4 @@
-"""Every op of the table with arrays of two dtypes, and where JAX is told to promote neither ranks nor dtypes."""
+"""Ops with arrays of two dtypes, and with JAX's promotion of ranks or dtypes turned off."""
 
 import functools
 
@@ -22,12 +22,11 @@ import jaxbp
 from jaxbp.common.checks import KERNEL_DTYPES
 
 BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
-"""Ops that broadcast as `jax.numpy` does. The table calls them with arrays of different ranks."""
+"""Ops that broadcast as `jax.numpy` does, which the table calls with arrays of different ranks."""
 
 
 def trace(name, implementation, dtype):
-    """Trace the value and the gradients of an entry. The bodies of kernels are traced while they are lowered, which
-    test_entries.py does without promotion."""
+    """Trace the value and the gradients of an entry. test_entries.py lowers the bodies of kernels without promotion."""
     arrays = ENTRIES[name].small.structs(2, jnp.dtype(dtype))
     if name.removesuffix("_backward") in BROADCASTING:
         ndim = max(a.ndim for a in jax.tree.leaves(arrays))
@@ -54,7 +53,7 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
 
 HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
 LOGIC = ("gate_layer", "logic_conv2d", "automaton")
-"""Prefixes of ops whose logits have a dtype of their own, and whose results have the dtype of x or of the state."""
+"""Prefixes of ops whose logits may have another dtype than x or the state, which determines the results' dtype."""
 CONVERTED = ("sigmoid_binary_cross_entropy",)
 """Ops that convert labels to the dtype of the logits, as Optax does."""
 WITHOUT_ARGUMENT = ("conv2d_backward_input", "conv2d_backward_weights")
@@ -77,8 +76,8 @@ def dtypes_of(tree):
 
 
 def assert_dtypes(name, results, arrays):
-    """Assert that the results of a function are promoted, or that the results of a backward have the dtypes of the
-    arguments after dy. The gradient of a bias that is no argument has the dtype of the argument before it."""
+    """Assert that the results of a function are promoted, or that a backward's results have the dtypes of the arguments
+    after dy. The gradient of an omitted bias has the dtype of the argument before it."""
     if "_backward" not in name or name in WITHOUT_ARGUMENT:
         assert set(dtypes_of(results)) == {FULL}
     else:
@@ -115,7 +114,7 @@ def test_two_dtypes_are_refused_as_by_jax_under_strict_promotion(name):
     op = functools.partial(jax.eval_shape, op_of(name, None, "xla"), *arrays)
     with jax.numpy_dtype_promotion("strict"):
         if name.startswith(LOGIC + CONVERTED) and len(floats(arrays)) == 2:
-            op()  # nothing is promoted
+            op()
         else:
             with pytest.raises(jax.dtypes.TypePromotionError, match="no available implicit dtype promotion path"):
                 op()

@@ -1,5 +1,3 @@
-"""The parts of the table of ops: arguments and cases."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

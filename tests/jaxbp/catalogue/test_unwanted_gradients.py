@@ -1,6 +1,6 @@
-"""Compiled programs compute only the gradients that are used: the kernels of gradients with respect to one argument.
+"""Compiled programs compute only the gradients that are used.
 
-Most gradients have a kernel of their own, which JAX removes. The other kernels skip the results that are not used.
+Most gradients have a separate kernel, which JAX removes. Other kernels skip unused results.
 """
 
 import jax
@@ -28,7 +28,7 @@ PROGRAMS = {
 
 
 def gradient(op, case, batch, dtype, wanted):
-    """Return the function from all leaves of the arguments to the wanted gradients, followed by these leaves."""
+    """Return the function from all leaves of the arguments to the wanted gradients, and these leaves."""
     entry = ENTRIES[op]
     leaves, structure = jax.tree.flatten(entry.real[case].structs(batch, jnp.dtype(dtype)))
     places = [i for i, a in enumerate(leaves) if is_float(a)]

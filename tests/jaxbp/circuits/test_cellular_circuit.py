@@ -1,5 +1,3 @@
-"""Hardened automata on any grid and with both boundaries, in NumPy, as compiled C and in simulated hardware."""
-
 import re
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ def random_state(*shape, seed=0):
 
 
 def reference(circuit, state, periodic):
-    """Compute one tick, cell by cell. The circuit is applied to each neighborhood."""
+    """Compute one tick, cell by cell."""
     _, height, width, channels = state.shape
     border = ((0, 0), (1, 1), (1, 1), (0, 0))
     bordered = np.pad(state, border, mode="wrap") if periodic else np.pad(state, border)

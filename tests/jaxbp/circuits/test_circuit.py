@@ -1,5 +1,3 @@
-"""Hardened networks give the bits of the relaxed network in words, as compiled C and as simulated Verilog."""
-
 import ctypes
 import re
 import shutil
@@ -121,7 +119,6 @@ def test_compiled_c_says_so_where_there_is_no_memory(tmp_path):
 
 
 def classified(function, x):
-    """Return the classes of packed samples, computed by a C function."""
     function.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     classes = np.empty(32 * x.shape[1], np.intc)
     assert function(x.shape[1], x.ctypes.data, classes.ctypes.data) == 0

@@ -1,5 +1,3 @@
-"""Hardened convolutional networks: by position, in words, as one netlist, as compiled C and as simulated Verilog."""
-
 import ctypes
 import itertools
 import re
@@ -73,7 +71,6 @@ def gate(number, a, b):
 
 
 def convolved(x, gates, wires, stride=1, padding=0, pool=1):
-    """Compute each kernel at each position, then each pool."""
     (s, t), (p, q) = np.broadcast_to(stride, 2), np.broadcast_to(pool, 2)
     _, _, height, width = x.shape
     if padding == "SAME":

@@ -1,5 +1,3 @@
-"""Simplified netlists give the bits of the circuit, in NumPy, in JAX, as compiled C and as Verilog."""
-
 import itertools
 import re
 import shutil
@@ -75,8 +73,8 @@ def test_gates_of_a_group_have_one_function_and_do_not_read_each_other():
 
 
 def assert_simplified(netlist, before):
-    """Assert that no gate is a constant, a pass-through or an inverter, except for outputs; that no gate occurs twice;
-    and that some output needs each gate."""
+    """Assert that every gate is needed and occurs once, and that only outputs are constants, pass-throughs, or
+    inverters."""
     read = {*netlist.a.tolist(), *netlist.b.tolist()}
     outputs = set(netlist.results.tolist())
     assert {netlist.inputs + g for g in range(len(netlist))} <= read | outputs
@@ -94,7 +92,7 @@ def assert_simplified(netlist, before):
 
 
 def every_three_gates(inputs, first, second):
-    """Return a netlist whose outputs are h(f(first), g(second)) for every f, g and h."""
+    """Return a netlist whose outputs are h(f(first), g(second)) for every f, g, and h."""
     f, g, h = (a.ravel() for a in np.indices((16, 16, 16)))
     one = np.arange(16)
     return Netlist.from_gates(

@@ -1,5 +1,3 @@
-"""Operators and names in the source code of circuits."""
-
 import pytest
 
 from jaxbp.circuits.sources import C_WORDS, EXPRESSIONS, VERILOG_WORDS, check_name

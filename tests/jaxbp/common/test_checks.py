@@ -1,4 +1,4 @@
-"""Errors that every op raises, and their messages. `test_bad_input.py` has the errors of single ops."""
+"""`test_bad_input.py` has the errors of single ops."""
 
 import functools
 import inspect
@@ -167,5 +167,4 @@ def test_the_types_say_that_ops_take_arrays_of_numpy_and_give_those_of_jax(entry
 
 
 def _array_types(hint):
-    """Return the array types of the jaxtyping annotations within a type."""
     return set().union({getattr(hint, "array_type", None)} - {None}, *map(_array_types, typing.get_args(hint)))

@@ -1,5 +1,3 @@
-"""The dtypes and precisions in which ops compute."""
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,5 +1,3 @@
-"""The geometry of windows, compared with the windows that XLA counts."""
-
 import inspect
 import itertools
 

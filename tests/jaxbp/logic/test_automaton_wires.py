@@ -1,5 +1,3 @@
-"""The wires of an automaton: their number, their order, and invalid arguments."""
-
 import jax
 import pytest
 

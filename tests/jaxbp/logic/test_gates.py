@@ -1,5 +1,3 @@
-"""Gates: numbers and truth tables, relaxed functions, initial parameters, hardening, and scores."""
-
 import functools
 import itertools
 

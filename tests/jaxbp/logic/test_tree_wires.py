@@ -1,5 +1,3 @@
-"""The wires of convolutions of trees of gates."""
-
 import re
 
 import jax

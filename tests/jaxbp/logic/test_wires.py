@@ -1,5 +1,3 @@
-"""The wires of layers of gates: properties that the constructors guarantee, and invalid arguments."""
-
 import jax
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""Layers draw their parameters and only call their op."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

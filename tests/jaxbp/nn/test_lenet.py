@@ -1,5 +1,3 @@
-"""LeNet, its memory table, and the chain of its backward, compared with the arrays that JAX computes and keeps."""
-
 import collections
 import functools
 import itertools
@@ -77,7 +75,7 @@ def build(implementation="xla", dtype=jnp.float32, fused=False):
 
 
 def lenet(implementation="xla", dtype=jnp.float32, fused=False):
-    """Return a LeNet as `logits(parameters, images)` and `losses(parameters, images, labels)`, with its parameters."""
+    """Return (`logits(parameters, images)`, `losses(parameters, images, labels)`, parameters) of a LeNet."""
     graph, parameters = nnx.split(build(implementation, dtype, fused))
 
     def logits(parameters, images):
@@ -159,7 +157,8 @@ CASES = {
     f"{name}-fused" if fused else name: (name, fused)
     for name in jaxbp.IMPLEMENTATIONS
     for fused in (False, True)
-    # In the interpreter, kernels are tested op by op. To compile all of LeNet's kernels in one program takes 0.8 GiB.
+    # In the interpreter, kernels are tested op by op. All of LeNet's kernels in one program would take 0.8 GiB to
+    # compile.
     if name != "pallas" or jax.default_backend() == "gpu"
 }
 
@@ -169,8 +168,7 @@ CASES = {
     params=[pytest.param(case, id=id) for id, case in CASES.items()],
 )
 def two_steps(request):
-    """Compute two steps of gradient descent on one batch, compiled once. Return the first loss and gradients, and the
-    second loss."""
+    """Return the first loss and gradients, and the second loss, of two steps of gradient descent."""
     implementation, fused = request.param
     loss, parameters = mean_loss(implementation, fused=fused)
 
@@ -187,7 +185,6 @@ def two_steps(request):
 
 @functools.cache
 def in_float64():
-    """Return the loss and all gradients by autodiff in float64."""
     loss, parameters = mean_loss("autodiff", jnp.float64)
     images, labels = draw()
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -350,7 +347,7 @@ def test_a_batch_without_images_is_refused(batch):
 BATCH = 128
 """A multiple of the threads of a warpgroup, so that the kernels' results have no padding."""
 
-# Backward -> the names in the table of the gradients that it computes. Each gradient of a convolution is a separate op.
+# Backward -> the names in the table of the gradients that it computes.
 RESULTS = {
     "softmax_cross_entropy_backward": r"logits",
     "linear_backward": r"fc\d\.(weight|bias|input)",
@@ -365,8 +362,7 @@ RESULTS = {
 def steps_of_the_backward(program):
     """Yield (scope, number of values in the result) for each step of a backward in a lowered program.
 
-    A step is a kernel or the backward of a pool. XLA computes the backward of pools with adjacent windows, which ends
-    in a reshape.
+    A step is a kernel, or the reshape in which XLA's backward of a pool with adjacent windows ends.
     """
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)

@@ -1,5 +1,3 @@
-"""Networks of logic gates: their results, their hardened circuits, and their training."""
-
 import re
 from pathlib import Path
 
@@ -146,5 +144,5 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
         assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
         of_outputs = 256 * 32 * 4  # bytes of one layer
         assert memory[1].temp_size_in_bytes < min(3 * of_outputs, memory[0].temp_size_in_bytes)
-    else:  # the four coefficients of each gate are gathered
+    else:
         assert gathered == {"f32[256,4]"}

@@ -1,5 +1,3 @@
-"""Logic cellular automata: their results, their hardened circuits, and their initialization."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Convolutional networks of logic gates: their results and their hardened circuits."""
-
 import re
 
 import jax

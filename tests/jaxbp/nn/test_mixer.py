@@ -1,5 +1,3 @@
-"""LayerNormLinear, and the MLP-Mixer that is built of it."""
-
 import re
 
 import jax
@@ -15,7 +13,7 @@ from jaxbp.nn._layers import LayerNorm, LayerNormLinear
 
 
 def mixer(implementation=None, dtype=jnp.float32, **options):
-    """Return a small Mixer as `logits(parameters, images)`, and its parameters."""
+    """Return `logits(parameters, images)` of a small Mixer, and its parameters."""
     sizes = dict(patch=14, channels=6, patches_hidden=5, channels_hidden=7, blocks=2) | options
     graph, parameters = nnx.split(Mixer(**sizes, implementation=implementation, dtype=dtype, rngs=nnx.Rngs(0)))
     return lambda parameters, images: nnx.merge(graph, parameters)(images), parameters

@@ -1,5 +1,3 @@
-"""Activations are the ops of jaxbp, with the arguments of Flax."""
-
 import inspect
 
 import jax.numpy as jnp

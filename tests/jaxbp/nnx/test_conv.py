@@ -1,5 +1,3 @@
-"""The convolution agrees with Flax for all options."""
-
 import jax.numpy as jnp
 import pytest
 from flax_twins import IMAGES, assert_layers_agree, make

@@ -1,5 +1,3 @@
-"""Dropout drops the elements that Flax drops, and uses the same keys."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

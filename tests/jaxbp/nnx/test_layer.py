@@ -1,5 +1,3 @@
-"""Every layer has the constructor, the parameters, and the transformations of its twin in Flax."""
-
 import copy
 import inspect
 import pickle
@@ -116,8 +114,6 @@ def test_an_unknown_implementation_is_an_error(name):
 
 
 class Block(nnx.Module):
-    """A residual block with dropout, made of the layers of a module."""
-
     def __init__(self, module, rngs):
         self.norm = module.LayerNorm(6, rngs=rngs)
         self.linear = module.Linear(6, 6, rngs=rngs)

@@ -1,5 +1,3 @@
-"""Dense layers and the embedding agree with Flax for all options. The loss of the last layer agrees with Optax."""
-
 import inspect
 
 import jax

@@ -1,5 +1,3 @@
-"""Normalization layers agree with Flax for all options."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Pools agree with Flax for all options."""
-
 import jax
 import jax.numpy as jnp
 import pytest
