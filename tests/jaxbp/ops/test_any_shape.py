@@ -1,5 +1,3 @@
-"""Windows, strides and paddings that do not divide the input, and batches that do not fill a warpgroup."""
-
 import functools
 
 import hypothesis
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxbp import conv2d, linear, max_pool2d
 
-# An interpreted kernel takes one second to compile per shape. The examples are therefore few, fixed, and not shrunk.
+# An interpreted kernel takes one second to compile per shape.
 few = hypothesis.settings(
     max_examples=5, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate]
 )
@@ -21,7 +19,6 @@ pairs = st.tuples(small, small)
 
 
 def _check(function, arrays, **options):
-    """Compare the gradients of both hand-written backwards with autodiff in float64."""
     ops = {name: functools.partial(function, **options, implementation=name) for name in ("autodiff", "xla", "pallas")}
     cotangents = draw_cotangents(ops["autodiff"], arrays)
     expected = in_float64(value_and_gradients(ops.pop("autodiff")), arrays, cotangents)

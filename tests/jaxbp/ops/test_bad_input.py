@@ -1,5 +1,3 @@
-"""Errors for invalid arguments name the op, the argument, its value, and the expected value."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

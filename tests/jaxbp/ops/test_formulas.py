@@ -1,7 +1,7 @@
 """The formulas of ops that share kernels and pairing with another entry of the table.
 
-Each family, and each of its derivatives, is compiled as one program. One small program per formula would take ten times
-as long.
+Each family, and each of its derivatives, is compiled as one program. One program per formula would take ten times as
+long.
 """
 
 import functools
@@ -43,7 +43,7 @@ for _name in FORWARDS:
     FAMILIES.setdefault(ENTRIES[_name].function.__module__.rpartition(".")[2], []).append(_name)
 
 OWN_KERNELS = ["linear_algebra", "reductions", "avg_pool2d", "batch_norm", "dropout"]
-"""Families in which arrays are arranged for a kernel, or of several dtypes."""
+"""Families whose arrays are arranged for a kernel, or have several dtypes."""
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_name = pytest.mark.parametrize("name", [entry.name for entry in LIKE])
@@ -58,12 +58,10 @@ def test_what_an_entry_is_like_is_itself_tested_in_full():
 
 
 def drawn_family(family, dtype="float32"):
-    """Return the arguments and cotangents of each op."""
     return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
 
 
 def public_backward(name, implementation, arrays, dy):
-    """Return the gradients that the op's public backward returns."""
     entry = ENTRIES[f"{name}_backward"]
     named = dict(zip(inspect.signature(ENTRIES[name].function).parameters, arrays, strict=False))
     taken = [a for at, a in named.items() if at in inspect.signature(entry.function).parameters]
@@ -74,7 +72,7 @@ def public_backward(name, implementation, arrays, dy):
 def compiled_family(family, implementation, public=False):
     """Return a jitted function whose result maps names to (results, gradients).
 
-    With `public`, the public backward's gradients and the pair's gradients for the same cotangents follow.
+    With `public`, the gradients of the public backward and of the pair for the same cotangents follow.
     """
 
     def one(name, arrays, cotangents):
@@ -91,7 +89,6 @@ def compiled_family(family, implementation, public=False):
 
 @functools.cache
 def family_reference(family, dtype="float32"):
-    """Return the results and gradients of the family by autodiff in float64."""
     return in_float64(compiled_family(family, "autodiff", public=True), drawn_family(family, dtype))
 
 
@@ -152,13 +149,12 @@ def test_half_precisions_match_float64_and_stay(family, implementation, dtype):
 def _check(name, result, reference, tolerance):
     assert_close(result[:2], reference[:2], tolerance, name)
     if len(result) > 2:
-        # A public backward returns no gradient for arguments that have none.
         assert_close(result[2], reference[3][: len(result[2])], tolerance, name)
 
 
 @every_family
 def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
-    # The derivative of a kernel is the formula's. The tests of the ops that are tested in full show this.
+    # The derivative of a kernel is the formula's, as the ops that are tested in full show.
     with jax.enable_x64(True):
         arrays = {name: arrays for name, (arrays, _) in drawn_family(family, "float64").items()}
     functions = {name: of_floats(op_of(name, None, "xla"), a) for name, a in arrays.items()}

@@ -1,6 +1,6 @@
-"""Ops with the arguments of their twins in JAX, Optax, and Flax, and with values and gradients that agree with them.
+"""Ops compared with their twins in JAX, Optax, and Flax.
 
-Each family of cases is compiled as one program, because one small program per case would take several times as long.
+Each family of cases is compiled as one program. One program per case would take several times as long.
 """
 
 import dataclasses
@@ -308,7 +308,6 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @functools.cache
 def drawn(family):
-    """Return the arrays and cotangents of each case."""
     return {name: (case.arrays, draw_cotangents(case.twin, case.arrays)) for name, case in FAMILIES[family].items()}
 
 
@@ -320,13 +319,11 @@ def value_and_gradients_of(ops):
 
 @functools.cache
 def compiled(family, implementation):
-    """Return `value_and_gradients_of` the cases of a family."""
     ops = {n: functools.partial(case.ours, implementation=implementation) for n, case in FAMILIES[family].items()}
     return value_and_gradients_of(ops)
 
 
 def supported(family, implementation, drawn):
-    """Return the arrays of the cases that the implementation supports."""
     cases = FAMILIES[family]
     return {n: arrays for n, arrays in drawn.items() if implementation != "pallas" or not cases[n].unsupported}
 
@@ -359,7 +356,7 @@ def test_kernels_refuse_by_name_what_they_do_not_take(name):
 
 
 SLOPES = ("leaky_relu", "elu")
-"""Ops in which a number does not change the dtype, also if it is an array, as the book says."""
+"""Ops in which a number, even as an array, does not change the dtype."""
 FLOAT_LABELS = Case(jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, WEIGHTS))
 
 
@@ -374,7 +371,6 @@ def test_arrays_of_two_dtypes_give_the_dtypes_that_the_twin_gives():
 
 
 def _included(case, a):
-    """Return the mask of a case, for its argument `a`."""
     where = np.asarray(case.arrays[-1])
     return where if a.ndim == where.ndim else where[..., None]
 
@@ -398,7 +394,7 @@ def test_excluded_entries_are_never_read(family, implementation):
 
 
 def _spoiled(case, arrays, cotangents):
-    """Return the arrays with NaN, or labels that are no class, where the mask of the case excludes an entry."""
+    """Return the arrays with NaN, or labels that are no class, where the mask excludes an entry."""
     arrays = list(arrays)
     for i in case.masked:
         excluded = jnp.asarray(np.nan if is_float(arrays[i]) else -100, arrays[i].dtype)
@@ -455,7 +451,7 @@ def test_first_and_second_derivatives_match_finite_differences(family):
     for name, case in FAMILIES[family].items():
         arrays = jax.tree.map(lambda a: np.asarray(a, "float64") if is_float(a) else a, case.arrays)
         op = of_floats(functools.partial(case.ours, implementation="xla"), arrays)
-        # The first result, because running averages have no gradient.
+        # Running averages, which have no gradient, follow the first result.
         functions[name], values[name] = lambda *values, op=op: [_finite(op(*values)[0])], floats(arrays)
     assert_second_derivatives_match_differences(functions, values)
 
@@ -464,7 +460,6 @@ def test_first_and_second_derivatives_match_finite_differences(family):
 @every_family
 def test_half_precisions_stay_and_match_float32(family, implementation):
     def as_dtype(name, dtype):
-        """Return the arrays and cotangents of a case in a dtype, but for scalar options."""
         arrays, cotangents = drawn(family)[name]
         arrays = tuple(a.astype(dtype) if is_float(a) and a.ndim else a for a in arrays)
         return arrays, [c.astype(dtype) for c in cotangents]
@@ -549,13 +544,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "twins.md"
 
 
 def _rows():
-    """Yield the op, the twin, and the arguments of each row in the tables of the book."""
     for op, twin, arguments in re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \| ([^|]*)\|", PAGE.read_text(), re.M):
         yield op, twin, re.findall(r"`(\w+)`", arguments)
 
 
 def _same():
-    """Return the ops that have the arguments of their twins, according to the book."""
+    """Return the ops that, according to the book, have the arguments of their twins."""
     (sentence,) = re.findall(r"^([^|.]*) have the arguments of their twins\.", PAGE.read_text(), re.M)
     return re.findall(r"`(\w+)`", sentence)
 

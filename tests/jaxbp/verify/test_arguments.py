@@ -1,5 +1,3 @@
-"""Arguments as lists of arrays: readable names, and the arguments that are differentiated."""
-
 import functools
 
 import jax.numpy as jnp

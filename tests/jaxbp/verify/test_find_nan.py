@@ -1,5 +1,3 @@
-"""`find_nan` names the first operation at which a value or a cotangent stops being finite."""
-
 import inspect
 
 import jax

@@ -1,5 +1,3 @@
-"""Kinks, dtypes, infinities, and programs that JAX cannot differentiate: how a check treats and reports them."""
-
 import functools
 import re
 

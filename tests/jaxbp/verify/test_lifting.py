@@ -1,5 +1,3 @@
-"""Lifting: a program that computes in a narrow dtype runs in float64, as if it had no conversion."""
-
 import functools
 
 import jax
@@ -36,7 +34,7 @@ def on_a_mesh(function):
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows"))
 
 
-# Each program takes a function that narrows its argument, or one that does not.
+# Each program takes a function that narrows its argument, or the identity.
 PROGRAMS = {
     "conversion": lambda narrow, x: jnp.sin(narrow(x)),
     "jit": lambda narrow, x: jax.jit(lambda x: jnp.sin(narrow(x)))(x),

@@ -88,7 +88,6 @@ A_FEW = [ALL[i] for i in np.random.default_rng(0).choice(len(ALL), 12, replace=F
 
 
 def alarms(name, seed, scale, dtype, order=1):
-    """Check a correct function. Return the failures as lines."""
     function, shapes = FUNCTIONS[name]
     random = np.random.default_rng(seed)
     data = [(scale * random.standard_normal(shape)).astype(dtype) for shape in shapes]
@@ -219,7 +218,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
-    """Check one function in a child process. Most of its programs differ only in their data, so they share a cache."""
+    """Check one function in a child process. Its programs share a cache, because most differ only in their data."""
     part, name, folder = task
     jax.config.update("jax_compilation_cache_dir", os.path.join(folder, str(os.getpid())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -228,7 +227,6 @@ def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
 
 
 def alarms_of(part: str, name: str) -> Iterator[list[str]]:
-    """Yield the failures of a correct function, for each data and dtype."""
     for seed, scale, dtype in itertools.product(SEEDS, SCALES, DTYPES):
         if part == "functions":
             lines = alarms(name, seed, scale, dtype)

@@ -1,5 +1,3 @@
-"""Planted mistakes, each in an otherwise correct backward. A check catches all of them."""
-
 import inspect
 
 import jax

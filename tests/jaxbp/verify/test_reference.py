@@ -1,5 +1,3 @@
-"""The reference of a check: autodiff in float64. Differences confirm it, and overrule it where they are certain."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Rounding moves a program's results by one rounding of its largest values, and only where the program computes."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""The argument of `stop_gradient` counts as a constant, also for differences."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""Timing, with a clock that the programs advance."""
-
 import types
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""A check catches the published wrong backwards, and the page that lists them is up to date."""
-
 import importlib.util
 from pathlib import Path
 
@@ -15,7 +13,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "wrong_backwards.md").read_text(enc
 @pytest.mark.parametrize("wrong", CORPUS, ids=lambda wrong: f"{wrong.op} of {wrong.source}")
 def test_a_published_mistake_is_caught_and_is_in_the_book(wrong):
     result = wrong.check()
-    assert {row.implementation for row in result.failures} == {"xla"}  # autodiff is correct
+    assert {row.implementation for row in result.failures} == {"xla"}
     said = wrong_backwards.said(result.failures[0]).replace("|", "&#124;")
     assert f"| `{wrong.op}` | {wrong.slip} | {wrong.link} | {said} |" in PAGE
 

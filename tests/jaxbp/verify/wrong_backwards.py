@@ -22,10 +22,8 @@ class WrongBackward:
     """A forward with a wrong backward.
 
     Attributes:
-      op: the name of the op.
       source: the issue in which the mistake was reported.
       slip: the mistake.
-      forward, backward: the pair.
       shapes: the shapes of the arguments.
       settings: arguments of `check`.
       positive: whether the arguments are positive.
@@ -41,7 +39,6 @@ class WrongBackward:
     positive: bool = False
 
     def check(self) -> CheckResult:
-        """Return the result of a check of the wrong backward."""
         random = np.random.default_rng(0)
         data = [random.standard_normal(shape).astype(np.float32) for shape in self.shapes]
         data = [1 / (1 + np.exp(-a)) for a in data] if self.positive else data
@@ -164,8 +161,7 @@ def group_norm_of_last_axis(dy, x):
 
 
 def attention(scores, v):
-    """Compute causal linear attention on two devices. The first has the first and the last row of y, so that both have
-    equal work."""
+    """Compute causal linear attention on two devices. For equal work, the first has the first and the last row of y."""
     y = jnp.tril(scores) @ v
     return jnp.concatenate([y[:1], y[3:], y[1:3]])
 
@@ -381,8 +377,7 @@ def scattered_columns_zero(dy, x, y):
 
 
 def i0(x):
-    """Compute I₀ by its integral over half a period, because `jax.scipy.special.i0` has the slope 1 at 0 before JAX
-    0.11."""
+    """Compute I₀ by its integral over half a period. Before JAX 0.11, `jax.scipy.special.i0` has the slope 1 at 0."""
     cosines = np.cos((np.arange(64) + 0.5) * (np.pi / 64))
     return jnp.mean(jnp.exp(x[..., None] * jnp.asarray(cosines, x.dtype)), axis=-1)
 
@@ -753,7 +748,6 @@ argument whose gradient failed first, the data, and the cause that the check rep
 
 
 def line(wrong: WrongBackward) -> str:
-    """Return one row of the page's table."""
     return f"| `{wrong.op}` | {wrong.slip} | {wrong.link} | {said(wrong.check().failures[0]).replace('|', '&#124;')} |"
 
 

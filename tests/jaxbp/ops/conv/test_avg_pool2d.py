@@ -1,5 +1,3 @@
-"""Average-pooling: the windows that contain a position, and the zeros of the padding, which count."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

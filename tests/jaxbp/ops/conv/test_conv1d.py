@@ -1,4 +1,4 @@
-"""Convolution of sequences, compared with Flax's layer, also as Mamba uses it: causal, with one filter per channel."""
+"""`conv1d` compared with Flax's layer, also causal and with one filter per channel as in Mamba."""
 
 import functools
 

@@ -1,5 +1,3 @@
-"""Convolution: classic cases, and every option against `lax` in float64."""
-
 import functools
 import warnings
 
@@ -47,7 +45,7 @@ def test_numerical_gradients_agree_to_a_thousandth(implementation):
 
 
 def _check_against_lax(implementation, x_shape, w_shape, options, lax_options):
-    """Compare an op with `lax.conv_general_dilated` with equivalent options."""
+    """Compare the op with `lax.conv_general_dilated` with equivalent options."""
     arrays = normal(x_shape, w_shape, w_shape[:1])
     op = functools.partial(conv2d, **options, implementation=implementation)
     lax_op = lambda x, w, b: jax.lax.conv_general_dilated(x, w, **LAX, **lax_options) + b[:, None, None]  # noqa: E731
@@ -99,7 +97,6 @@ every_unsupported = pytest.mark.parametrize(("named", "options"), UNSUPPORTED.it
 
 
 def _calls(options):
-    """Return the op and its backwards, with options bound, as functions of `implementation`."""
     size = tuple(n - (f - 1) * d for n, f, d in zip((7, 6), (3, 2), options.get("dilation", (1, 1)), strict=True))
     x, dy, w = normal((2, 4, 7, 6), (2, 8, *size), (8, 4 // options.get("groups", 1), 3, 2))
     return {

@@ -1,4 +1,4 @@
-"""Depthwise `conv1d`, which has a kernel: its layouts, paddings, and limits. The catalogue has its other tests."""
+"""The catalogue has the other tests of depthwise convolutions."""
 
 import functools
 import itertools
@@ -67,7 +67,6 @@ def test_the_gradient_is_exported_for_any_batch(implementation):
 
 
 def program(implementation, layout, *shapes, **options):
-    """Return the program of a convolution with its gradients, lowered for CUDA."""
     options = dict(padding="CAUSAL", groups=128, dimension_numbers=layout, implementation=implementation) | options
     op, arrays = functools.partial(jaxbp.conv1d, **options), [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))

@@ -1,5 +1,3 @@
-"""Convolutions as products with a matrix of the filters, compared with lax and the exact kernel."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Layouts: the axes that `jax.lax` finds, and transposes there and back."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

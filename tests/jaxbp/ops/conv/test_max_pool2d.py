@@ -1,5 +1,3 @@
-"""Max-pooling: the gradient where a window has several maxima or none, and the numbering of indices."""
-
 import functools
 
 import jax
@@ -62,7 +60,7 @@ def test_gradients_of_overlapping_windows_are_added_up_in_float32(implementation
 def test_a_window_of_minus_infinity_never_routes_to_padding(implementation):
     y, dx = pool(np.full((3, 3), -np.inf), implementation, window=2, padding=1)
     np.testing.assert_array_equal(y, np.full((2, 2), -np.inf))
-    # The first position of each window that is in the image.
+    # The first position of each window that is in the image has the gradient.
     np.testing.assert_array_equal(dx, [[1, 2, 0], [3, 4, 0], [0, 0, 0]])
 
 

@@ -1,12 +1,11 @@
-"""Convolutions and pools compared with their twins in JAX and Flax: values and gradients, for the same arguments.
+"""Convolutions and pools compared with their twins in JAX and Flax.
 
 Differences from the twins:
 - `jax.lax.conv_general_dilated` has the names window_strides, rhs_dilation, and feature_group_count. It also takes
   negative paddings, lhs_dilation, and batch_group_count.
 - Flax's pools have the default stride 1. Ours have the window, like the pools of most other libraries.
-- Ours take windows of two axes, and a batch. They refuse a padding of a whole window.
-- `max_pool2d` sends the gradient to the first maximum, which the twin does, too. JAX has no gradient of a dilated
-  maximum.
+- Ours take only windows of two axes, and a batch. They refuse a padding of a whole window.
+- JAX has no gradient of a dilated maximum.
 """
 
 import functools

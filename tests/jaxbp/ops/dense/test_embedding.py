@@ -1,5 +1,3 @@
-"""Embedding: the rows that indices select, and gradients that are added in float32, without atomics."""
-
 import functools
 
 import jax

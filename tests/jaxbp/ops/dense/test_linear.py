@@ -1,5 +1,3 @@
-"""The dense layer."""
-
 import functools
 
 import jax

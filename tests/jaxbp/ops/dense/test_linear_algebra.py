@@ -1,5 +1,3 @@
-"""Products of arrays with any number of axes: vectors, matrices, and batches that broadcast."""
-
 import functools
 
 import jax
@@ -27,7 +25,6 @@ SHAPES = {
 
 @functools.cache
 def _drawn(name):
-    """Draw the arguments and cotangents for every pair of shapes."""
     arrays = [normal(*shapes, seed=i) for i, shapes in enumerate(SHAPES[name])]
     return arrays, [draw_cotangents(getattr(jnp, name), a) for a in arrays]
 

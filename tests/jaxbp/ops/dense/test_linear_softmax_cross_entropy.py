@@ -1,5 +1,3 @@
-"""Dense layer, softmax, and cross-entropy in chunks of rows: options, dropped rows, chunks, memory, and products."""
-
 import contextlib
 import functools
 import itertools
@@ -28,7 +26,6 @@ OPTIONS = {"plain": {}, "all options": ALL_OPTIONS}
 
 @contextlib.contextmanager
 def in_chunks(rows):
-    """Divide the rows into chunks of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "CHUNK_BYTES", 2 * rows * 4 * CLASSES)
         jax.clear_caches()
@@ -54,7 +51,7 @@ def arrays(dtype="float32"):
 
 
 def reference(x, w, b, where=None, *, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"):
-    """Compute the loss by Optax and `jax.numpy`, as users would."""
+    """Compute the loss by Optax and `jax.numpy`."""
     z = x @ w.T + b
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     y = optax.smooth_labels(jax.nn.one_hot(LABELS, CLASSES, dtype=z.dtype), label_smoothing)
@@ -301,9 +298,8 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize(
     ("rows", "classes", "reduced"),
     [
-        # The maxima, the sums, and dx of each chunk.
+        # The maxima, the sums, and dx of each chunk, and once dw and the loss.
         (None, "model", [["[64]", "[64]"], ["[64]", "[64]", "[64]"], ["[64,32]"]]),
-        # dw and the loss, once.
         ("data", None, [["[1024,32]"], ["[]"]]),
         ("data", "model", [["[32]", "[32]"], ["[32]", "[32]", "[32]"], ["[32,32]"], ["[256,32]"], ["[]"]]),
     ],

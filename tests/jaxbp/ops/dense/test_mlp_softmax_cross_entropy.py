@@ -1,5 +1,3 @@
-"""Dense layers and the loss as one op: equality with the single ops, the cases with kernels, and bad input."""
-
 import functools
 import itertools
 import re
@@ -18,7 +16,6 @@ SIZES = (12, 9, 7, 5)
 
 
 def arguments(sizes=SIZES, batch=(2, 3), dtype="float32"):
-    """Draw x, the labels and the layers."""
     x, *layers = normal((*batch, sizes[0]), *(s for n, m in itertools.pairwise(sizes) for s in ((m, n), (m,))))
     labels = np.random.default_rng(1).integers(0, sizes[-1], batch, np.int32)
     return x.astype(dtype), jnp.asarray(labels), *(a.astype(dtype) for a in layers)

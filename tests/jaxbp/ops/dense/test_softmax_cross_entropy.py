@@ -1,5 +1,3 @@
-"""Softmax and cross-entropy: both kinds of labels, and numbers for which a plain formula fails."""
-
 import functools
 
 import jax
@@ -17,7 +15,6 @@ def _run(implementation):
 
 
 def loss_and_gradients(logits, labels, implementation):
-    """Return the losses and the gradients of their sum."""
     logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
     (loss,), gradients = _run(implementation)((logits, labels), [jnp.ones(logits.shape[:-1])])
     return loss, gradients

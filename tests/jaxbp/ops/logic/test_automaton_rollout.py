@@ -1,5 +1,3 @@
-"""Ticks of automata: gradients against the published formulation in float64, policies, grids, keys, and bad input."""
-
 import functools
 
 import jax
@@ -40,8 +38,6 @@ def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass
 
 
 def gradients(rollout, logits, state, dlast):
-    """Return (last state, gradients)."""
-
     @jax.jit
     def run(logits, state, dlast):
         last, vjp = jax.vjp(rollout, logits, state)
@@ -51,7 +47,6 @@ def gradients(rollout, logits, state, dlast):
 
 
 def published(automaton, shape, steps, fire_rate=1.0):
-    """Return the published formulation as a function that computes tick after tick."""
     keys = [jax.random.fold_in(KEY, t) for t in range(steps)]
     fires = jnp.stack([jax.random.bernoulli(key, fire_rate, shape) for key in keys])  # drawn in float32
 
@@ -169,8 +164,7 @@ def test_rounding_errors_do_not_grow(implementation):
 
 @functools.cache
 def rounded_gradients(rounding_rate):
-    """Return (last state, gradients) of a loop of two ticks that rounds values before each tick, straight through, with
-    the draws of the op."""
+    """Return (last state, gradients) of two ticks that round values straight through, with the op's draws."""
     return _rounding_loop(rounding_rate, *operands(automaton(True)))
 
 

@@ -1,8 +1,3 @@
-"""A layer of gates: the derivatives of each of the 16 functions, parametrizations, wiring, and bad input.
-
-`test_entries.py` tests the properties that every op must have.
-"""
-
 import dataclasses
 import functools
 import itertools
@@ -237,7 +232,7 @@ def test_the_kernels_give_the_same_bits_whichever_program_runs_first():
 
 
 def scatters(jaxpr):
-    """Yield for each scatter in a jaxpr whether it declares unique indices. Without them, a GPU adds in any order."""
+    """Yield for each scatter whether it declares unique indices. Without them, a GPU adds in any order."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("scatter"):
             yield equation.params["unique_indices"]
@@ -259,7 +254,7 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
 
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_no_two_gates_read_one_copy_of_a_row(wires):
-    # If indices are declared unique, a GPU does not add up two values that are written to the same index.
+    # If indices are declared unique, a GPU does not add two values that have the same index.
     copies = np.asarray(op._copies_read(wires))
     assert len(set(copies)) == 2 * wires.gates
     assert np.array_equal(copies // wires.max_fan_out, np.stack([wires.a, wires.b], axis=1).ravel())
@@ -279,8 +274,8 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # With respect to the logits, it has two parts, through dlogits and dx. If each were rounded, a part could overflow
-    # although the sum does not.
+    # The gradient with respect to the logits has two parts, through dlogits and dx. If each part were rounded, it could
+    # overflow although the sum does not.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):
@@ -331,7 +326,7 @@ def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
         program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
-    # The kernels of the forward, of the input's gradient, and of the coefficients' gradient for a batch this short.
+    # The kernels of the forward, of the input's gradient, and, for a batch this short, of the coefficients' gradient.
     assert program.count("custom_call @mosaic_gpu") == 3
 
 

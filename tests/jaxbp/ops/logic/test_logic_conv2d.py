@@ -1,8 +1,3 @@
-"""Convolutions of trees of gates: loops in float64, ties, borders, shared leaves, kernels, and bad input.
-
-`test_entries.py` tests the properties that every op must have.
-"""
-
 import functools
 import itertools
 import re
@@ -252,7 +247,7 @@ def test_a_kernel_computes_one_gradient_alone_in_the_simulator(skipped):
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
-    # The layer is MNIST's second layer. It keeps neither the gates' values nor the values at all positions.
+    # The program of MNIST's second layer keeps neither the gates' values nor the values at all positions.
     wires = TreeWires.random(16, 32, 3, seed=0)
     logits, x = jnp.zeros((32, 7, 16)), jnp.zeros((64, 16, 12, 12))
     op = functools.partial(jaxbp.logic_conv2d_or_pool2d, padding=1, implementation="xla")

@@ -1,5 +1,3 @@
-"""Batch normalization: the statistics, and the gradient through them."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

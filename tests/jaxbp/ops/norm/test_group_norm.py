@@ -1,5 +1,3 @@
-"""Group normalization: its groups, and the gradient through the statistics."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

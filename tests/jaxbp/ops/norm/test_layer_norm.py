@@ -1,5 +1,3 @@
-"""LayerNorm and RMSNorm."""
-
 import dataclasses
 import functools
 
@@ -33,7 +31,6 @@ every_op = pytest.mark.parametrize(("op", "shapes"), ALL, ids=[op.__name__ for o
 
 
 def reference(op, arrays, cotangents):
-    """Return (results, gradients) by autodiff in float64."""
     run = functools.partial(results_and_gradients, op, implementation="autodiff")
     return in_float64(run, arrays, cotangents)
 
@@ -157,7 +154,6 @@ def test_on_a_gpu_with_less_shared_memory_none_takes_the_kernels_for_rows_that_f
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((7, 8192), (8192,)))
     with targeting(BLACKWELL_RTX):
         assert ("mosaic_gpu" in cuda_program(layer_norm_backward, x, x, scale)) == kernel
-        # "pallas" has a kernel for rows of any length.
         assert "mosaic_gpu" in cuda_program(
             functools.partial(layer_norm_backward, implementation="pallas"), x, x, scale
         )

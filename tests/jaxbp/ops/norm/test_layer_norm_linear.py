@@ -1,5 +1,3 @@
-"""LayerNorm with a dense layer."""
-
 import functools
 import importlib
 
@@ -27,7 +25,6 @@ from pallas_kernels.norm import layer_norm_linear_sm90
 
 
 def reference(arrays, cotangents):
-    """Return (results, gradients) by autodiff in float64."""
     run = functools.partial(results_and_gradients, layer_norm_linear, implementation="autodiff")
     return in_float64(run, arrays, cotangents)
 
@@ -122,7 +119,7 @@ def test_on_a_gpu_the_bias_of_half_precisions_is_summed_in_float32(dtype):
         assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
 
 
-# Narrow and wide layers whose products are kernels.
+# Layers whose products are kernels.
 XLA_ON_GPU = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
 
@@ -132,7 +129,7 @@ def of_kernels(monkeypatch):
 
 
 def rows_normalised(monkeypatch):
-    """Keep rows in normalized form even if they are few, where they are wide."""
+    """Keep normalized rows of wide layers even if there are few."""
     of_kernels(monkeypatch)
     monkeypatch.setattr(importlib.import_module("jaxbp.ops.norm.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
 

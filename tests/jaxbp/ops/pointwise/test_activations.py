@@ -1,5 +1,3 @@
-"""ReLU at values where its gradient is ambiguous."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Arithmetic: the gradients that each docstring states, at ordinary numbers, at singular points, and broadcast."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Dropout: forward and backward use the same mask for the same key."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Element-wise ops: the arrays whose gradients are summed, and the dtype in which half precisions are computed."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

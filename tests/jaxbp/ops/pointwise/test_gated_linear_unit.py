@@ -1,5 +1,3 @@
-"""Gated linear units, compared with products of the activations of `jax.nn`."""
-
 import functools
 
 import jax

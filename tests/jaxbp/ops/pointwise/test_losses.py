@@ -1,5 +1,3 @@
-"""Losses of predictions and targets of one shape: properties that hold for all numbers."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""Reductions: every way to give the axes, and the gradient at a tie."""
-
 import functools
 
 import jax

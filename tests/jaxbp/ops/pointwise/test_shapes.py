@@ -1,5 +1,3 @@
-"""Ops that change the shape."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
