@@ -1,5 +1,3 @@
-"""Correlations whose sizes do not fit in registers, compared with lax, and their tiles."""
-
 import math
 
 import jax
@@ -19,7 +17,6 @@ def integers(*shape):
 
 
 def lax_correlate(x, w, stride):
-    """Compute `correlate`, with the batch last, by lax."""
     return jax.lax.conv_general_dilated(x, w, stride, "VALID", dimension_numbers=("CHWN", "OIHW", "CHWN"))
 
 

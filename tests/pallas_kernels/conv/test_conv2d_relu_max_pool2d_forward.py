@@ -1,5 +1,3 @@
-"""The tiles of the exact forward."""
-
 import pytest
 from exact_blocks import BLOCKS, WINDOW, shapes
 

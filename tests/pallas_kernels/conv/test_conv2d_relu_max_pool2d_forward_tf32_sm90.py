@@ -1,5 +1,3 @@
-"""The forward in TF32: in the simulator, lowered and compiled for CUDA, and on a GPU at LeNet's shapes."""
-
 import dataclasses
 import functools
 

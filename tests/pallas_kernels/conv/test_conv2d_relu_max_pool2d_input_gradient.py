@@ -1,5 +1,3 @@
-"""The exact gradient of the input, for rows of cells and parts of them."""
-
 import dataclasses
 import functools
 

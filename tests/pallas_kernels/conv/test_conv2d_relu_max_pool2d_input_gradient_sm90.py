@@ -1,5 +1,3 @@
-"""The input's gradient on the tensor cores: in the simulator, lowered for CUDA, and on a GPU at LeNet's shapes."""
-
 import dataclasses
 import functools
 
@@ -26,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
-    """Draw dy, indices and w. Also return the size of the input."""
+    """Draw dy, indices, and w. Also return the size of the input."""
     dy, w = (a.astype(dtype) for a in draw((K, P, Q, N), (K, C, F, F)))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return (dy, jnp.asarray(place), w), (2 * P + F - 1, 2 * Q + F - 1)
@@ -137,5 +135,4 @@ def test_gpu_gradients_match_the_exact_kernel_and_repeat_their_bits(N, dtype):
     kernel, exact = gradients(input_size, 2)
     once, again = kernel(*arrays), kernel(*arrays)
     np.testing.assert_array_equal(once, again)
-    # Both kernels round their results to the dtype.
     assert relative_error(once, exact(*arrays)) < (5e-3 if dtype == "bfloat16" else 1e-3)

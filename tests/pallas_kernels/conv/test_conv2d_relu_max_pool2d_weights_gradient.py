@@ -1,5 +1,3 @@
-"""The exact gradient of the weights, whose sums over lanes use shared memory on a GPU."""
-
 import dataclasses
 import functools
 
@@ -20,7 +18,6 @@ from pallas_kernels.core.simulator import simulated
 
 
 def in_float64(dy, place, x):
-    """Return the gradients with respect to the weights and the bias, in float64."""
     dz, x = routed(dy, place), np.asarray(x, np.float64)
     patches = np.lib.stride_tricks.sliding_window_view(x, dz.shape[1:3], axis=(1, 2))
     return np.einsum("kijn,cuvnij->kcuv", dz, patches, optimize=True), dz.sum((1, 2, 3))

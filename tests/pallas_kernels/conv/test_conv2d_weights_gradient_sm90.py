@@ -1,5 +1,3 @@
-"""The weights' gradients on the tensor cores: in the simulator, lowered for CUDA, and on a GPU at LeNet's shapes."""
-
 import dataclasses
 import functools
 
@@ -24,7 +22,6 @@ can_simulate = pytest.mark.skipif(
 
 
 def operands(draw, K, P, Q, C, F, *, N=LANES, dtype="float32"):
-    """Draw dy, indices and x of a block whose windows fill its input."""
     dy, x = draw((K, P, Q, N), (C, 2 * P + F - 1, 2 * Q + F - 1, N))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return dy.astype(dtype), jnp.asarray(place), x.astype(dtype)
@@ -175,7 +172,7 @@ def test_they_lower_for_cuda(block, dtype):
 def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N, dtype):
     arrays = operands(normal, *BLOCKS[block], N=N, dtype=dtype)
     dy, place, x = (np.asarray(a, np.float64) for a in arrays)
-    # The gradient with respect to the convolution's output, as the pool's backward computes it.
+    # The gradient with respect to the convolution's output.
     K, P, Q, _ = dy.shape
     dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
     dz = dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)

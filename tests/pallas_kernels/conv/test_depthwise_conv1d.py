@@ -1,4 +1,4 @@
-"""The kernels of depthwise convolutions of sequences, compared with sums of shifted copies in float64."""
+"""Kernels compared with sums of shifted copies in float64."""
 
 import dataclasses
 
@@ -25,7 +25,6 @@ every_size = pytest.mark.parametrize("size", SIZES)
 
 
 def drawn(size, dtype="float32"):
-    """Return dy, the arrays, and the options for a size."""
     (batch, width, channels), taps, before, after, config = SIZES[size]
     shapes = (batch, width + before + after - taps + 1, channels), (batch, width, channels)
     dy, *arrays = (a.astype(dtype) for a in normal(*shapes, (taps, channels), (channels,)))
@@ -33,7 +32,6 @@ def drawn(size, dtype="float32"):
 
 
 def exact(dy, x, w, b, *, before, after, config=None):
-    """Return y, dx, dw, and db in float64."""
     dy, x, w, b = (np.asarray(a, np.float64) for a in (dy, x, w, b))
     padded, outputs = np.pad(x, ((0, 0), (before, after), (0, 0))), dy.shape[1]
     shifts = [slice(u, u + outputs) for u in range(len(w))]

@@ -1,5 +1,3 @@
-"""The filters and windows that every exact kernel of `conv2d_relu_max_pool2d` refuses."""
-
 import jax
 from exact_blocks import WINDOW
 

@@ -1,5 +1,3 @@
-"""Errors of Mosaic GPU: each names the body's line and the way out."""
-
 import inspect
 
 import jax

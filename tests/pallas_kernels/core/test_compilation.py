@@ -1,7 +1,4 @@
-"""Kernels compiled ahead of their program: when this happens, and that the program finds them compiled.
-
-Compilation needs CUDA's compiler. `ahead_of_time.missing` returns which part of it is not installed.
-"""
+"""Kernels compiled ahead of their program, which needs CUDA's compiler."""
 
 import contextlib
 import os

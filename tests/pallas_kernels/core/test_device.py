@@ -1,5 +1,3 @@
-"""The GPU that kernels are traced for."""
-
 import types
 
 import jax

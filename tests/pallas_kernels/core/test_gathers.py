@@ -1,5 +1,3 @@
-"""Gathers, scatters and sums of blocks, compared with NumPy, in the simulator and on a GPU."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

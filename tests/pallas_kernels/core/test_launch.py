@@ -1,5 +1,3 @@
-"""Launching kernels: the interpreter, the symptoms of mistakes, and the batch-last layout."""
-
 import os
 import subprocess
 import sys
@@ -288,7 +286,7 @@ def test_a_kernel_with_outputs_in_place_cannot_skip_others():
 
 
 def indices_of_ctas():
-    """Return an array in which every CTA has written its index along each axis of its grid."""
+    """Return an array to which every CTA has written its index along each axis of its grid."""
 
     def body(x_ref, y_ref, *, i, j, k):
         for axis, index in enumerate((i, j, k)):

@@ -1,5 +1,3 @@
-"""Vectors and tiles: their lengths, and the arithmetic of their indices."""
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,5 +1,3 @@
-"""The ring of stages, in kernels that copy rows through shared memory."""
-
 import jax
 import numpy as np
 import pytest
@@ -48,7 +46,7 @@ def doubled(x, stages):
 
 
 def doubled_by_consumer(x, stages):
-    """Compute `2 * x` by a consumer warpgroup. A producer warpgroup fetches the rows."""
+    """Compute `2 * x` by a consumer warpgroup, with rows from a producer warpgroup."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):
@@ -114,8 +112,6 @@ def test_gpu_every_row_comes_through_in_its_order(kernel, rows, stages):
 
 @in_the_simulator
 def test_a_stage_that_is_filled_while_it_is_read_is_found_by_the_simulator():
-    """The consumer releases a stage before it has read the stage."""
-
     def hasty(x):
         def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):
             def copy(step, stage, barrier):

@@ -1,5 +1,3 @@
-"""The symptoms of mistakes in the simulator."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

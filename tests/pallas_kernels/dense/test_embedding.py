@@ -1,5 +1,3 @@
-"""The kernel of the gradient of an embedding's table."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +7,8 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense.embedding import Config, table_gradient
 
 LENGTHS = np.array([3, 0, 21, 1, 4, 70, 29, 64])
-"""The lengths of the runs: none, one, some, and more tokens than a group of tokens in flight. The last two are
-long: one is longer than needed, and one has exactly the least length and begins at a multiple of it."""
+"""The lengths of the runs: none, one, some, and more tokens than a group of tokens in flight. The last two runs are
+long. One of them is longer than needed. The other has the least length and begins at a multiple of it."""
 STARTS = np.array([0, *np.cumsum(LENGTHS)], np.int32)
 ORDER = np.random.default_rng(0).permutation(STARTS[-1]).astype(np.int32)
 

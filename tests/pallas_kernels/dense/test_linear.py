@@ -1,5 +1,3 @@
-"""The three gradients of a dense layer, exact, with the batch last."""
-
 import jax
 import numpy as np
 import pytest

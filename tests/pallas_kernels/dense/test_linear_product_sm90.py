@@ -1,4 +1,4 @@
-"""The order of the tiles in a product's pipeline. The rest is tested through its products, in test_linear_sm90.py."""
+"""The tests in test_linear_sm90.py cover the rest."""
 
 from pallas_kernels.dense import linear_product_sm90
 

@@ -1,5 +1,3 @@
-"""The products of a dense layer on the tensor cores: simulated, lowered for CUDA, and on a GPU."""
-
 import dataclasses
 
 import jax
@@ -35,7 +33,6 @@ def expected_forward(x, w, b):
 
 
 def layer(rows, outputs, inputs, dtype="bfloat16"):
-    """Draw x, w and b."""
     return [a.astype(dtype) for a in normal((rows, inputs), (outputs, inputs), (outputs,))]
 
 

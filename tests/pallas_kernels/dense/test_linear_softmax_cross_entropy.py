@@ -1,5 +1,3 @@
-"""The kernels of the losses and gradients of rows of logits: parts of rows, options, padding, and infinite logits."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ OPTIONS = dict(label_smoothing=0.1, z_loss=0.01, softcap=2.0)
 
 
 def both(logits, labels, dy, b, *, classes, label_smoothing, z_loss, softcap, config=None):
-    """Return the results of both kernels."""
     options = dict(classes=classes, softcap=softcap, config=config)
     found = statistics(logits, labels, b, **options, with_sum=label_smoothing > 0)
     options |= dict(label_smoothing=label_smoothing, z_loss=z_loss)

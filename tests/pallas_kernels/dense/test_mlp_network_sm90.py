@@ -1,4 +1,4 @@
-"""The widths of padded rows. The rest is tested through the kernels, in test_mlp_softmax_cross_entropy_sm90.py."""
+"""The tests in test_mlp_softmax_cross_entropy_sm90.py cover the rest."""
 
 from pallas_kernels.dense.mlp_network_sm90 import row_widths
 

@@ -1,5 +1,3 @@
-"""Dense layers, softmax and cross-entropy on the tensor cores: in the simulator, lowered for CUDA, and on a GPU."""
-
 import dataclasses
 import functools
 import itertools
@@ -24,7 +22,7 @@ SMALL, LENET = (40, 33, 31, 5), (256, 120, 84, 10)
 
 
 def draw(sizes, N, seed=0):
-    """Draw x, with the batch last and padded rows, labels, weights, biases and dy."""
+    """Draw x, with the batch last and padded rows, labels, weights, biases, and dy."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     x = jnp.zeros((row_widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))
@@ -91,7 +89,6 @@ def test_the_simulator_finds_rows_and_gradients_at_once_right(sizes, N):
 
 
 def structs(sizes, N, dtype="float32"):
-    """Return the shapes and dtypes of x, labels, weights and biases."""
     weights = tuple(jax.ShapeDtypeStruct((n, m), dtype) for m, n in itertools.pairwise(sizes))
     biases = tuple(jax.ShapeDtypeStruct((n,), dtype) for n in sizes[1:])
     x = jax.ShapeDtypeStruct((row_widths(sizes)[0], N), dtype)

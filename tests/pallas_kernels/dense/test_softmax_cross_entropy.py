@@ -1,5 +1,3 @@
-"""Softmax and cross-entropy with one example per lane: both kinds of labels, in the simulator, and vector lengths."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""The gradients of gates by each kernel: in the simulator, lowered for CUDA, and on a GPU."""
-
 import dataclasses
 import importlib
 
@@ -40,7 +38,6 @@ def operands(wires, N, dtype="float32"):
 
 
 def structs(inputs, gates, N, dtype="float32"):
-    """Return the shapes and dtypes of `operands` for random wires."""
     wires = jax.eval_shape(lambda: Wires.random(inputs, gates, seed=0))
     dy, coefficients, x = (
         jax.ShapeDtypeStruct(shape, dtype)
@@ -55,7 +52,6 @@ def reference(dy, coefficients, wires, x):
 
 
 def separate(dy, coefficients, graph, x):
-    """Compute the two gradients by two kernels."""
     return kernels.input_gradient(dy, coefficients, graph, x), kernels.coefficients_gradient(dy, graph, x)
 
 

@@ -1,5 +1,3 @@
-"""An order of gates in which adjacent threads read different banks of shared memory."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

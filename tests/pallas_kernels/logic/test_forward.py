@@ -1,5 +1,3 @@
-"""The forward of gates: in the simulator, lowered for CUDA, and the arguments that it supports."""
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,5 +1,3 @@
-"""The graph of the wires as arrays for the kernels."""
-
 import jax
 import numpy as np
 import pytest

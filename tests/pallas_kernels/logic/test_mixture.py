@@ -1,5 +1,3 @@
-"""The coefficients of gates and the gradient of the logits: in the simulator, lowered for CUDA, and on a GPU."""
-
 import functools
 
 import jax

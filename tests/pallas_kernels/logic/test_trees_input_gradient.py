@@ -1,4 +1,4 @@
-"""Trees of gates on images so small that the compiler unrolls the loops. `test_logic_conv2d.py` has the other tests."""
+"""`test_logic_conv2d.py` has the other tests."""
 
 import os
 import subprocess
@@ -39,8 +39,8 @@ def test_gradients_of_small_images(size, pool):
 
 
 def _of_four_by_four():
-    """Compile the gradient for images of 4x4 pixels. Its unrolled loops clear the sums of a band, add to them and write
-    them to device memory."""
+    """Compile the gradient for images of 4x4 pixels. The compiler unrolls loops that clear the sums of a band, add to
+    them, and write them to device memory."""
     options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),

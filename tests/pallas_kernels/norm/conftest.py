@@ -1,5 +1,3 @@
-"""Fixtures that the tests of the plain kernels and of the streamed kernels share."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""The kernels of LayerNorm and RMSNorm for rows of any length, run in the interpreter."""
-
 import dataclasses
 
 import jax

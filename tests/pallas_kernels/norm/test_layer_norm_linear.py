@@ -1,5 +1,3 @@
-"""Gradients of LayerNorm's and a dense layer's parameters: in the interpreter, lowered for CUDA, and on a GPU."""
-
 import jax
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from pallas_kernels.norm.layer_norm_linear import Config
 
 
 def draw(outputs, hidden, dtype="bfloat16"):
-    """Draw s, db, scale, bias and w."""
     s, db, *others = normal((outputs, hidden), (outputs,), (hidden,), (hidden,), (outputs, hidden))
     return [s, db, *(a.astype(dtype) for a in others)]
 

@@ -1,5 +1,3 @@
-"""LayerNorm and a dense layer in one pass: simulated, lowered for CUDA, and on a GPU."""
-
 import dataclasses
 import functools
 
@@ -19,7 +17,6 @@ WIDTHS = pytest.mark.parametrize(("hidden", "out"), [(256, 256), (128, 256), (25
 
 
 def draw(rows, hidden, out, dtype="bfloat16", shift=0):
-    """Draw x, scale, bias, w, b and dz."""
     x, *others = normal(*shapes(rows, hidden, out))
     return [a.astype(dtype) for a in (x + shift, *others)]
 
@@ -85,7 +82,6 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 
 def answers(question, rows, hidden, out, dtype="bfloat16"):
-    """Return the results of `unsupported`, `heuristic` or `pays` of both kernels."""
     x, scale, bias, w, b, dz = structs(rows, hidden, out, dtype)
     forward = getattr(kernels.forward, question)(x, scale, bias, w, b, eps=1e-5)
     return [forward, getattr(kernels.input_gradient, question)(dz, x, scale, w, None, None)]

@@ -1,5 +1,3 @@
-"""The kernels of LayerNorm and RMSNorm that stream rows through shared memory, in the simulator."""
-
 import dataclasses
 
 import jax

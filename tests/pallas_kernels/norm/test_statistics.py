@@ -1,5 +1,3 @@
-"""The statistic that all normalization kernels share."""
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,5 +1,3 @@
-"""The kernel of element-wise formulas: all ways to broadcast arrays, and arrays that end within a vector."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""The kernel of sums of formulas: sums along every axis, arrays that broadcast, and every length."""
-
 import functools
 
 import jax

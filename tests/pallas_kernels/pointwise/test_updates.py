@@ -1,5 +1,3 @@
-"""The kernel that updates many arrays: arrays of any length, in the simulator and on a GPU, and its launches."""
-
 import functools
 
 import jax

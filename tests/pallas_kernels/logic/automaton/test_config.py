@@ -1,5 +1,3 @@
-"""How many cells the automaton's kernels compute at a time, and which automata are unsupported."""
-
 import jax.numpy as jnp
 import pytest
 

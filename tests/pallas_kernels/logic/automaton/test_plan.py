@@ -1,5 +1,3 @@
-"""The rows of shared memory that the automaton's kernels reuse."""
-
 import itertools
 
 import pytest
