@@ -1,4 +1,4 @@
-"""Compile for GPUs that are not present. XLA's plugin for CUDA accepts a description of a GPU instead of the GPU.
+"""Compile for GPUs that are not present: XLA's plugin for CUDA accepts a description of a GPU.
 
 One process compiles for one architecture only, because Mosaic GPU caches kernels without their architecture.
 """
@@ -16,8 +16,7 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# The fields of GpuTargetConfigProto that XLA needs to compile. Sizes that `Device` lacks are Hopper's, which only XLA's
-# cost model reads.
+# The fields that XLA needs. Sizes that `Device` lacks are Hopper's, which only XLA's cost model reads.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
@@ -51,8 +50,8 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes them. XLA's
-# code is not optimized, to save time. Kernels are.
+# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes them. To save
+# time, XLA's code is not optimized.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -74,7 +73,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
-    """Yield `count` GPUs of one host as the target of tracing, lowering, and compilation. They need not be present."""
+    """Yield `count` GPUs of one host as the target of tracing, lowering, and compilation."""
     major, minor = device.capability
     target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
@@ -85,7 +84,7 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Compile `function` of arrays like `structs` for a GPU that need not be present. Return the number of kernels.
+    """Compile `function` of arrays like `structs` for a GPU. Return the number of kernels.
 
     A program without a kernel is only lowered.
 

@@ -1,5 +1,3 @@
-"""Automata with known rules: Conway's Game of Life, a checkerboard that heals, and random circuits."""
-
 import numpy as np
 
 from jaxbp import CellularCircuit, Circuit, Netlist, Wires
@@ -26,7 +24,7 @@ class Gates:
 
 
 def life_gates():
-    """Return the rule of Life: a cell lives with three live neighbors, or with two if it is alive."""
+    """A cell lives with three live neighbors, or with two if it is alive."""
     gates = Gates(9)
     (ones0, twos0), (ones1, twos1) = gates.adder(0, 1, 2), gates.adder(3, 5, 6)
     ones2, twos2 = gates("xor", 7, 8), gates("and", 7, 8)
@@ -48,8 +46,8 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return a checkerboard that heals from the left. Channel 0 differs from the cell to the left, or in column 0 from
-    the cell above. Channel 1 is 1, so a cell that reads 0 there is beyond the grid."""
+    """Return a checkerboard that heals from the left. Channel 1 is 1, so a cell that reads 0 there is beyond the
+    grid."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])

@@ -9,9 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# JAX reads these variables when it starts. Python tracebacks of operations take a tenth of the time. Without a GPU, the
-# flags set up devices to shard over, and compile interpreted kernels fast. With more threads, a product in the
-# simulator would wait forever for threads that wait for the product.
+# JAX reads these variables when it starts. Python tracebacks of operations take a tenth of the time. With more threads,
+# a product in the simulator would wait forever for threads that wait for the product.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
@@ -31,7 +30,7 @@ if shutil.which("nvidia-smi") is None:
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 else:
-    # Otherwise one process would take most of the GPU's memory, which the processes of pytest-xdist share.
+    # Otherwise one of pytest-xdist's processes would take most of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -71,7 +70,7 @@ MEMORY = 2**30
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Clear the caches that tests share when the process holds too much memory, mostly for compiled programs."""
+    """Compiled programs hold most of a process's memory."""
     on_linux = sys.platform == "linux"
     if _resident_bytes() > MEMORY if on_linux else nextitem is None or item.module is not nextitem.module:
         for value in (*vars(item.module).values(), *vars(helpers).values()):
@@ -89,8 +88,6 @@ def _resident_bytes():
 
 
 class PrintFailures:
-    """Plugin that prints each failure at once."""
-
     def __init__(self, terminal):
         self.terminal = terminal
 

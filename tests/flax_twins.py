@@ -19,7 +19,7 @@ LAYERS = {
     "Embed": ((7, 4), INDICES),
     "PReLU": ((0.2,), ROWS),
 }
-"""Maps each layer to the positional arguments of its constructor and to an input."""
+"""Layer -> positional arguments of its constructor, and an input."""
 
 
 def make(module, name, *arguments, seed=1, **options):
@@ -28,7 +28,6 @@ def make(module, name, *arguments, seed=1, **options):
 
 
 def state_of(layer):
-    """Return a dict from the paths of the variables to their values."""
     flat = nnx.to_flat_state(nnx.state(layer))
     data = lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a  # noqa: E731
     return {path: np.asarray(data(variable[...])) for path, variable in flat}
@@ -37,8 +36,7 @@ def state_of(layer):
 def _results(layer, call):
     """Return a function `(states, x) -> (results, gradients)`, and the states of the layer.
 
-    The results are `call(layer, x)` and the variables afterwards. The gradients are with respect to the parameters, and
-    to x if it is floating.
+    The results include the variables afterwards. The gradients are with respect to the parameters and to a floating x.
     """
     graph, *states = nnx.split(layer, nnx.Param, ...)
 
@@ -59,8 +57,7 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Assert that two layers have equal dtypes, and values, gradients, and later variables within a relative error in
-    norm."""
+    """Assert equal dtypes, and values, gradients, and later variables within a relative error in norm."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))

@@ -36,7 +36,7 @@ def structs(block, dtype, N=4096, window=(2, 2)):
 
 
 def integers(*shapes, dtype):
-    """Draw small integers. Their products and sums are exact in every precision, and many maxima of windows tie."""
+    """Draw small integers. Their sums of products are exact in every precision, and many maxima of windows tie."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
 
@@ -53,7 +53,6 @@ def simulate(kernel, *arrays):
 
 
 def assert_equals_exact(forward, window, config, arrays):
-    """Assert that a kernel in the simulator gives the bits of the exact kernel for arrays of integers."""
     kernel, exact = with_exact(forward, window, config)
     with on_the_cpu():
         expected = exact(*arrays)

@@ -1,5 +1,3 @@
-"""Helpers of the tests: gradients of ops, a float64 reference, and tolerances."""
-
 import contextlib
 import functools
 
@@ -20,7 +18,7 @@ formulas = pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
 
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
-"""Largest relative norm of an error against float64."""
+"""Largest relative error in norm against float64."""
 
 
 # ----------------------------------------------------------------------------------------------- ops with bound options
@@ -89,7 +87,6 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays):
-    """Compare an op with its twin in JAX or Flax, which computes in float64."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
@@ -117,7 +114,7 @@ def numerical_gradients(op, arrays, cotangents, step):
 
 
 def assert_numerical_gradients_agree(function, arrays, *, step, implementation, **options):
-    """Compare a backward with central differences of every element, to a relative error of 1e-3."""
+    """Compare every element of a backward with central differences."""
     op = functools.partial(function, **options, implementation=implementation)
     cotangents = draw_cotangents(op, arrays)
     gradients = gradients_of(function, arrays, cotangents, implementation=implementation, **options)
@@ -151,7 +148,8 @@ def assert_second_derivatives_match_differences(functions, values):
 
 
 def on_the_cpu():
-    """Return a context for the CPU, which is empty if JAX uses the CPU. Otherwise JAX would trace and lower again."""
+    """Return a context for the CPU. On a CPU it is empty, because JAX would trace and lower again for an explicit
+    device."""
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_device(jax.devices("cpu")[0])
 
 
@@ -176,7 +174,7 @@ def op_of(name, place, implementation):
 
 @functools.cache
 def compiled(name, place, implementation):
-    """Return `value_and_gradients` of an entry. All tests share it, because an interpreted kernel compiles slowly."""
+    """All tests share the compiled function, because an interpreted kernel compiles slowly."""
     return value_and_gradients(op_of(name, place, implementation))
 
 
@@ -190,7 +188,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def _draw(argument, random, batch, dtype):
-    """Draw an argument by NumPy. With `argument.draw`, JAX would compile its generators for every shape."""
+    """Draw an argument by NumPy. JAX would compile its generators for every shape."""
     if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
@@ -240,7 +238,7 @@ _last_first = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def last_program_first():
-    """Return a context in which Pallas' interpreter, which runs CTAs one by one, reverses their order."""
+    """Reverse the order in which Pallas' interpreter runs CTAs one by one."""
     program_id = pl.program_id
     # The context is part of jit's cache key, so functions that were traced outside are traced again.
     with _last_first(True), pytest.MonkeyPatch.context() as patch:
@@ -259,16 +257,15 @@ def cuda_program(function, *arrays):
 
 
 def kernel_results(function, *arrays):
-    """Return the number of results of each kernel in a function lowered for CUDA."""
     calls = [line for line in cuda_program(function, *arrays).splitlines() if "mosaic_gpu_v2" in line]
     return [line.rpartition(" -> ")[2].count("tensor<") for line in calls]
 
 
 @contextlib.contextmanager
 def skipped_outputs(module, *indices):
-    """Return a context in which the kernels of a module skip these entries of `out`, as if nothing used them.
+    """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros.
 
-    The simulator does not remove unused outputs. A skipped output is zeros. Kernels that cannot skip it run as usual.
+    The simulator does not remove unused outputs. Kernels that cannot skip these entries run as usual.
     """
 
     def skipping(*arrays, out, skippable=(), **options):

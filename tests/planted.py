@@ -1,5 +1,3 @@
-"""A small kernel for planted mistakes."""
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl

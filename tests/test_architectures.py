@@ -43,8 +43,6 @@ WITHOUT_WGMMA = {
 
 
 def _wgmma():
-    """Return a kernel with the instruction `wgmma`, which only Hopper has."""
-
     def body(a, b, y, a_shared, b_shared, arrived):
         plgpu.copy_gmem_to_smem(a, a_shared, arrived)
         plgpu.copy_gmem_to_smem(b, b_shared, arrived)
@@ -96,7 +94,7 @@ def _automaton(implementation):
 
 
 def _update():
-    """Return an update and its arguments. Some arrays are shorter than a vector."""
+    """Some arrays are shorter than a vector."""
     shapes = [(), (5,), (1000,), (64, 129)]
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
     optimizer = fused_adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, clip=1.0, implementation="pallas")
@@ -111,8 +109,8 @@ def _with_kernels(name, place, dtype, precision):
 def _programs(architecture):
     chosen = {}
     for name, entry in ENTRIES.items():
-        # The forward and backward of a pair, at all its places, call every kernel. Entries that differ only in their
-        # formula call the same kernels. For Hopper, other tests run all places on a GPU.
+        # A pair's forward and backward call every kernel. Entries that differ only in their formula call the same
+        # kernels. For Hopper, other tests run all places on a GPU.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
@@ -121,8 +119,7 @@ def _programs(architecture):
     for name in chosen:
         if not re.search("_backward|_with_", name):
             cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
-            # At real sizes, None chooses kernels on Hopper. On other GPUs it leaves some ops to XLA, but explicit
-            # kernels must compile, too.
+            # On GPUs other than Hopper, None leaves some ops at real sizes to XLA, but explicit kernels must compile.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
             # Only this op has a kernel for Hopper that takes half precisions and not float32.
@@ -163,7 +160,7 @@ def test_every_op_compiles(architecture):
     assert done.returncode == 0, f"ended while compiling {lines[-1:]}\n{done.stderr}"
     outcomes = {line.pop("program"): line for line in lines}
 
-    # If kernels were compiled only when they are loaded, this kernel would compile for every architecture.
+    # A kernel compiled only when it is loaded would compile for every architecture.
     wgmma = outcomes.pop("wgmma")
     assert ("wgmma" in wgmma.get("failed", "")) == (architecture != "9.0"), wgmma
 

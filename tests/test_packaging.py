@@ -1,5 +1,3 @@
-"""Installations import the same jaxbp from any folder, with types that type checkers see."""
-
 import importlib.util
 import os
 import re
@@ -85,7 +83,7 @@ def _run(*command, **options):
 
 
 def _environment(folder, *installation):
-    """Make a virtual environment with an installation and this environment's packages. Return its Python."""
+    """Return the Python of a new virtual environment with an installation and this environment's packages."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())

@@ -56,10 +56,7 @@ def circle(graph):
 
 
 def import_graph(sources):
-    """Return a dict from each module to the modules of `sources` that it imports anywhere in its file.
-
-    `from a import b` imports a.b if that is a module, else a.
-    """
+    """Return a dict from each module to the modules of `sources` that it imports, even within functions."""
     return {
         module: {
             target

@@ -11,8 +11,7 @@ needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="need
 def simulate(source, x):
     """Return the outputs of a module of one-bit assignments for samples `(inputs, samples)` of 0 and 1.
 
-    This evaluator accepts only the subset that `to_verilog` writes. Its operators ~ & ^ | have the same precedence in
-    Verilog and, on one bit, in Python.
+    This evaluator accepts only what `to_verilog` writes. Verilog's ~ & ^ | have the precedence of Python's.
     """
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
@@ -45,7 +44,6 @@ def run_in_icarus(source, folder):
 
 
 def in_icarus(source, bits, outputs, folder):
-    """Return the outputs of the module `circuit` for samples `(samples, inputs)`."""
     samples, inputs = bits.shape
     rows = ["".join("01"[int(bit)] for bit in sample[::-1]) for sample in bits]
     (folder / "samples.txt").write_text("\n".join(rows))

@@ -1,8 +1,5 @@
-"""The two namespaces that a client runs with, and the comparison of its losses.
-
-A client is a program of the kind that other people write. Its argument is the namespace of its layers and functions.
-Replacing the namespace, and nothing else, moves the client to jaxbp.
-"""
+"""Clients are programs of the kind that other people write. Replacing the namespace of its layers and functions, and
+nothing else, moves a client to jaxbp."""
 
 import functools
 
@@ -25,7 +22,7 @@ needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs e
 
 
 class Namespace:
-    """The functions and classes of several modules, with the options. The first module that has a name provides it."""
+    """Functions and classes with the options. The first module that has a name provides it."""
 
     def __init__(self, *modules, **options):
         self.modules, self.options = modules, options
@@ -47,7 +44,6 @@ def ours(implementation, *modules):
 
 
 def assert_same_losses(actual, expected, dtype="float32"):
-    """Check that both programs trained, and that their losses agree after each step."""
     assert len(actual) == len(expected) == STEPS
     assert expected[-1] < 0.95 * expected[0], "the original does not learn, so its gradients are hardly tested"
     np.testing.assert_allclose(np.asarray(actual, float), np.asarray(expected, float), rtol=TOLERANCE[dtype])

@@ -69,11 +69,8 @@ def toy_config():
 
 @pytest.fixture
 def press_ctrl_c():
-    """Return a function that interrupts this process as Ctrl-C does.
-
-    Under `nohup` and in the background of a script, SIGINT is ignored, and Python raises no `KeyboardInterrupt`. This
-    fixture sets the usual handler.
-    """
+    """Return a function that interrupts this process. Under `nohup` and in the background of a script, Python ignores
+    SIGINT, so this fixture sets the usual handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
@@ -145,8 +142,6 @@ def classifier_loss(model, images, labels):
 
 @pytest.fixture(scope="session")
 def compare_toy(toy_config):
-    """Return a function that runs the command line on a small experiment, with a correct or a wrong backward."""
-
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(toy_config):
         implementation: str | None = None
@@ -171,7 +166,6 @@ def wrong_pair():
 
 @pytest.fixture(scope="session")
 def comparison(compare_toy, tmp_path_factory):
-    """Return (exit code, numbers, page) of a comparison."""
     path = tmp_path_factory.mktemp("compare") / "toy"
     json_path, html_path = path.with_suffix(".json"), path.with_suffix(".html")
     code = compare_toy(
@@ -191,8 +185,7 @@ def comparison(compare_toy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_run(tmp_path_factory):
-    """Return a function that runs an experiment on gates, with brief timing, and returns (exit code, output,
-    folder)."""
+    """Return a function that runs an experiment with brief timing, and returns (exit code, output, folder)."""
 
     def run(experiment, *options):
         folder, output = tmp_path_factory.mktemp(experiment) / "run", []

@@ -36,10 +36,9 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Return a function that makes the command of a process, which starts or resumes the toy experiment."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # A killed process may leave half a compiled program in the cache, of which JAX would warn the other tests.
+    # A killed process may leave half a compiled program, of which JAX would warn the other tests.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 

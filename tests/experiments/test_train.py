@@ -24,10 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """Run `python -m experiments.train lenet` with the defaults. Return its output and its working folder."""
     folder = tmp_path_factory.mktemp("default")
-    # Drop the tests' XLA flags, which suit programs that run briefly. Also drop the compilation cache, because JAX
-    # warns of a program that another process is writing, or was killed while writing.
+    # The tests' XLA flags suit programs that run briefly. With the tests' cache, JAX would warn of a program that
+    # another process is writing, or was killed while writing.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)

@@ -65,7 +65,7 @@ def test_second_derivatives():
 
 
 def test_kept_bytes_are_those_of_the_table():
-    """The scan has 64 steps and a carry of 64 KiB. The compiled gradient may differ from the table by a few arrays."""
+    """The compiled gradient may differ from the table by a few arrays of one step."""
     size, steps = 2**14, 64
 
     def loss(memory, w, s):

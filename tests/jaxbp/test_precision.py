@@ -1,5 +1,3 @@
-"""One test per pitfall of half-precision gradients."""
-
 import functools
 
 import chex
@@ -16,7 +14,6 @@ TINY = 2.0**-26
 
 
 def tiny_slope(x):
-    """Compute a loss whose gradient passes through float16."""
     return jnp.sum(x.astype(jnp.float16).astype(jnp.float32) * TINY)
 
 

@@ -18,8 +18,6 @@ def failed(workload="relu", **fields):
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Return a function that compares the rows of two runs, and returns the exit code and the output."""
-
     def run(old, new, *args, device="a device", **fields_of_new):
         for name, rows, fields in (
             ("old", old, {"device": "a device"}),

@@ -40,7 +40,7 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 
 
 def bilinear(image, row, column):
-    """Return the value of `image (height, width)` between pixels, with zeros beyond the edges."""
+    """Interpolate `image (height, width)`, with zeros beyond the edges."""
     top, left = int(np.floor(row)), int(np.floor(column))
     value = 0.0
     for r, c in itertools.product((top, top + 1), (left, left + 1)):

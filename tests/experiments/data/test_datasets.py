@@ -24,7 +24,6 @@ def idx(array, magic=None):
 
 @pytest.fixture
 def contents():
-    """Return four valid files, with 20 images for training and 10 for testing."""
     random = np.random.default_rng(0)
     return {
         TRAIN_IMAGES: idx(random.integers(0, 256, (20, 28, 28))),

@@ -43,7 +43,7 @@ def test_the_least_number_can_be_held_against_float64(dtype, least):
 
 
 def drawn(name, kind, invalid_labels=False):
-    """Return the arguments of an op's small case, and a cotangent of one per row of the first argument."""
+    """Return an op's arguments, and a cotangent of one per row of the first argument."""
     program = Program(ENTRIES[name], ENTRIES[name].small, "float32", "xla", "plain", invalid_labels=invalid_labels)
     random = np.random.default_rng(0)
     arguments = program.arguments(random, kind)
@@ -72,7 +72,7 @@ def test_an_invalid_label_is_under_a_mask():
 
 @pytest.fixture(autouse=True)
 def settings():
-    """Restore JAX's settings, which the code that reproduces a failure changes for the whole process."""
+    """Restore JAX's settings, which the code that reproduces a failure changes."""
     before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
     yield
     for name, value in before.items():

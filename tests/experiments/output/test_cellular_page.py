@@ -1,5 +1,3 @@
-"""The live page gives the same bits as Python: its script in Node, and the whole page in a headless browser."""
-
 import importlib.util
 import json
 import re

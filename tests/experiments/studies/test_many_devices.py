@@ -1,5 +1,3 @@
-"""The cost of training on several devices: timed here, and read from programs for eight absent GPUs."""
-
 import json
 import subprocess
 import sys
@@ -28,8 +26,8 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
         assert row["collectives"].keys() == {"all-reduce"} and row["kernels"] >= 6
         sums = row["collectives"]["all-reduce"]
         assert sums > 1 and row["kernels_meanwhile"] > 0 if row["overlapping"] else sums == 1
-    # The sum for LeNet contains its parameters, some in padded rows. The sum for a logic network contains four
-    # coefficients per gate and the loss.
+    # The sum contains LeNet's parameters, some in padded rows, or a logic network's loss and four coefficients per
+    # gate.
     assert 44_426 < rows[0]["bytes"] // 4 < 1.2 * 44_426
     assert [row["bytes"] for row in rows[2::2]] == [4 * (4 * 6 * gates + 1) for gates in (8000, 64000)]
 

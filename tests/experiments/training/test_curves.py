@@ -10,7 +10,6 @@ from experiments.training.loop import Metrics
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list that collects the saved figures."""
     figures, save = [], figure.Figure.savefig
 
     def remember(self, *args, **options):

@@ -1,8 +1,4 @@
-"""Every file of a run is damaged in every way. The run then resumes to the same bits, or prints a one-line error.
-
-To save time, the toy model is compiled once, a stand-in replaces the picture of the curves, and nothing waits for the
-disk.
-"""
+"""Every file of a run is damaged in every way. The run then resumes to the same bits, or prints a one-line error."""
 
 import errno
 import functools
@@ -25,7 +21,7 @@ POSITIONS = 2
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """Add the toy experiment to the command line. It is compiled once, and Orbax writes equal arrays once."""
+    """To save time, compile the toy model once, write equal arrays once, draw no curves, and wait for no disk."""
     save, written = checkpoints.save_state, []
 
     def saved(folder, arrays):
@@ -68,7 +64,6 @@ def contents(run_dir):
 
 
 def outcome(run_dir):
-    """Return the outcome of a run: its metrics without times, its parameters and state, and its other files."""
     checkpoint = run_directory.newest(run_dir)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines == checkpoint.metrics
@@ -187,7 +182,6 @@ def test_a_run_that_cannot_go_on_says_so_in_one_line_and_loses_nothing(damage, r
 
 
 def forged(run_dir, **fields):
-    """Give the newest checkpoint other fields, with the correct checksum."""
     file = run_dir / NEWEST["cut"] / "run.json"
     run = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"}
     run |= {name: value(run[name]) if callable(value) else value for name, value in fields.items()}

@@ -42,8 +42,8 @@ def assert_within_rounding(one, other, tolerance=1e-5):
 
 @pytest.fixture
 def sgd(monkeypatch):
-    """Return a function that replaces a config's optimizer by SGD. Adam would take a full step even if a gradient is
-    only rounding error."""
+    """Return a function that replaces the optimizer by SGD. Adam takes a full step even if a gradient is only rounding
+    error."""
     return lambda config: monkeypatch.setattr(type(config), "optimizer", lambda config, steps: optax.sgd(0.1))
 
 

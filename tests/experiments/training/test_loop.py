@@ -15,7 +15,7 @@ from jaxbp.precision import LossScale
 
 
 def run(config, dataset=None, state=None, epochs_done=0):
-    """Train from the start or from `state`. Yield the metrics of every epoch and a copy of its state."""
+    """Train. Yield the metrics and a copy of the state of every epoch."""
     prepared = training.prepare(config, config.load() if dataset is None else dataset)
     start = prepared.state if state is None else jax.tree.map(jnp.array, state)
     for metrics, state, _ in training.run(prepared, start, epochs_done):

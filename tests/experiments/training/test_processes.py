@@ -32,8 +32,8 @@ sys.exit(train.main(sys.argv[1:]))
 def port():
     """Yield a free port that is followed by another free port.
 
-    Two coordinators on one port would not notice each other. This fixture therefore holds the port before them, so that
-    no other test chooses the same ports.
+    To keep other tests from the same ports, this fixture holds the port before them. Two coordinators on one port would
+    not notice each other.
     """
     for port in itertools.count(20001, 3):  # below the ports that the system assigns to connections
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
@@ -51,7 +51,7 @@ def port():
 
 @pytest.fixture
 def start(monkeypatch, port):
-    """Return a function that starts the toy experiment in two processes. Only the first gets the settings."""
+    """Return a function that starts two processes. Only the first process gets the settings."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -122,7 +122,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
 
 @pytest.fixture
 def waiting(port, monkeypatch):
-    """Start process 0's wait for process 1. Return a function that connects and sends bytes, and the wait's result."""
+    """Return a function that connects and sends bytes, and the result of process 0's wait for process 1."""
     monkeypatch.setenv(TOKEN, "the token")
     monkeypatch.setattr(processes, "INTRODUCTION_SECONDS", 1)
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as links:

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("prepared_once")
 
 
 def epochs_of(run_dir):
-    """Return the metrics of a run that do not depend on the clock."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
 
@@ -93,7 +92,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# The files are written in this order: the settings, the metrics after each epoch, the curves, and the checksums.
+# In the order of writing: the settings, the metrics after each epoch, the curves, and the checksums.
 INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 

@@ -39,15 +39,14 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# Entries that are like another entry share its tests where the formula makes no difference. Their other tests are in
-# test_formulas.py.
+# Entries that are like another entry share its tests of what a formula does not change. test_formulas.py has the rest.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
 
 PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
-"""The ops with a hand-written backward. They call all kernels, so tests that are slow in the interpreter use only these
-ops."""
+"""The ops with a hand-written backward. They call all kernels, so they suffice for tests that are slow in the
+interpreter."""
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
@@ -55,8 +54,8 @@ every_pair_of_ours = pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
 )
-"""Pairs for the rules of a transformation, which are the same for every kernel. Kernels of convolutions are left out,
-because they are slow in the interpreter."""
+"""Pairs for the rules of a transformation, which are the same for every kernel. In the interpreter, convolutions are
+slow."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
@@ -90,8 +89,8 @@ def _gradient_of_sines(name, implementation, arrays):
 
 @functools.cache
 def _hessian_products(name, implementation):
-    """Return a function that multiplies a direction by the Hessian of the sum of the sines of the results, by reverse
-    over reverse and by forward over reverse."""
+    """Return a function that multiplies the Hessian of `Σ sin(y)` by a direction, by reverse and by forward over
+    reverse."""
 
     @jax.jit
     def run(arrays, direction):
@@ -170,7 +169,7 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """Yield each pair at its smallest real place, as a formula and, where a CPU interprets them quickly, as kernels."""
+    """Yield each pair at its smallest real place, as a formula and, if a CPU interprets them quickly, as kernels."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
         yield name, place, "xla"
@@ -215,8 +214,7 @@ def test_gpu_kernels_give_the_same_bits_twice(name, place):
 
 
 def _that_fits(name, place, batch):
-    """Return the batch, but at most one more than the timed batch, and at most 17 at the large place. There, a float64
-    reference of 17 examples takes 7 GB."""
+    """At the large place, a float64 reference of 17 examples takes 7 GB."""
     return min(batch, 17 if place == "cifar-m2" else (case_of(name, place).batch or batch) + 1)
 
 
@@ -259,8 +257,7 @@ def _check_at_place(name, place, implementation, dtype, batch):
 
 
 def _places_and_dtypes():
-    """Yield the fewest cases that cover every place of a pair and every dtype of its kernels. An op that calls the
-    kernels of a pair is lowered once."""
+    """Yield the fewest cases that cover every place of a pair and every dtype of its kernels."""
     for entry in DISTINCT:
         cases = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
         count = max(len(entry.real), len(entry.kernel_dtypes)) if entry.name in PAIRS else 1
@@ -283,8 +280,8 @@ def test_kernels_lower_for_cuda_without_a_gpu_and_promote_no_dtype(name, place, 
 
 
 def _left_to_xla(name, place, dtype):
-    """Return whether XLA computes the case. For pools with adjacent windows, no kernel is faster. Some products have
-    kernels only on the tensor cores, which these tests of exact products do not use."""
+    """For pools with adjacent windows, no kernel is faster than XLA. Some products have kernels only on the tensor
+    cores, which exact products do not use."""
     if name.startswith("mlp_"):
         return True
     if name.startswith(("max_pool2d", "logic_or_pool2d")):
@@ -310,7 +307,6 @@ def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
 
 @every_pair
 def test_kernels_give_the_same_bits_whichever_program_runs_first(name):
-    # The interpreter runs CTAs one by one in order.
     run = compiled(name, None, "pallas")
     with on_the_cpu():
         in_order = run(*drawn(name))
@@ -451,7 +447,7 @@ def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
 
 
 def _export(*names):
-    """An export for only a CPU or only a GPU may contain calls that other versions of XLA do not support."""
+    """An export for one platform may contain calls that other versions of XLA do not support."""
 
     def run(arrays):
         return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}

@@ -1,5 +1,3 @@
-"""Ops with arrays of two dtypes, and with JAX's promotion of ranks or dtypes turned off."""
-
 import functools
 
 import jax
@@ -26,7 +24,7 @@ BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "mi
 
 
 def trace(name, implementation, dtype):
-    """Trace the value and the gradients of an entry. test_entries.py lowers the bodies of kernels without promotion."""
+    """test_entries.py lowers the bodies of kernels without promotion."""
     arrays = ENTRIES[name].small.structs(2, jnp.dtype(dtype))
     if name.removesuffix("_backward") in BROADCASTING:
         ndim = max(a.ndim for a in jax.tree.leaves(arrays))
@@ -53,7 +51,7 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
 
 HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
 LOGIC = ("gate_layer", "logic_conv2d", "automaton")
-"""Prefixes of ops whose logits may have another dtype than x or the state, which determines the results' dtype."""
+"""Ops whose results have the dtype of x or of the state, even if the logits have another dtype."""
 CONVERTED = ("sigmoid_binary_cross_entropy",)
 """Ops that convert labels to the dtype of the logits, as Optax does."""
 WITHOUT_ARGUMENT = ("conv2d_backward_input", "conv2d_backward_weights")
@@ -76,8 +74,8 @@ def dtypes_of(tree):
 
 
 def assert_dtypes(name, results, arrays):
-    """Assert that the results of a function are promoted, or that a backward's results have the dtypes of the arguments
-    after dy. The gradient of an omitted bias has the dtype of the argument before it."""
+    """Assert that functions promote, and that a backward's results have the dtypes of the arguments after dy. The
+    gradient of an omitted bias has the dtype of the argument before it."""
     if "_backward" not in name or name in WITHOUT_ARGUMENT:
         assert set(dtypes_of(results)) == {FULL}
     else:

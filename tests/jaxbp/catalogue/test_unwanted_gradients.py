@@ -1,15 +1,12 @@
-"""Compiled programs compute only the gradients that are used.
-
-Most gradients have a separate kernel, which JAX removes. Other kernels skip unused results.
-"""
+"""Most gradients have a separate kernel, which JAX removes. Other kernels skip unused results."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from helpers import ENTRIES, assert_close, is_float, kernel_results
 
-# Op, real case, batch, dtype -> the results of each kernel of the forward, and the results of each kernel of the
-# backward for all gradients and for the gradients with respect to single floating arguments.
+# Op, real case, batch, dtype -> the results of each kernel of the forward and of the backward, for all gradients and
+# for those with respect to single floating arguments.
 PROGRAMS = {
     ("conv2d", "conv2", 1024, "float32"): ([], {"all": [2], 0: [], 1: [2]}),
     ("conv2d_relu_max_pool2d", "block1", 128, "float32"): ([2], {"all": [1, 1], 0: [1], 1: [1]}),

@@ -22,7 +22,6 @@ def random_state(*shape, seed=0):
 
 
 def reference(circuit, state, periodic):
-    """Compute one tick, cell by cell."""
     _, height, width, channels = state.shape
     border = ((0, 0), (1, 1), (1, 1), (0, 0))
     bordered = np.pad(state, border, mode="wrap") if periodic else np.pad(state, border)

@@ -15,7 +15,6 @@ from jaxbp import Circuit, Netlist, Wires
 from jaxbp.logic.gates import TRUTH_TABLES
 
 random = np.random.default_rng(0)
-# Every gate, with random inputs, in layers of different widths.
 LAYERS = [
     (np.arange(16, dtype=np.uint8), Wires.random(9, 16, seed=0)),
     (random.integers(0, 16, 1030), Wires.random(16, 1030, seed=1)),
@@ -27,7 +26,6 @@ BITS = random.random((75, 9)) < 0.5  # three words, the last one not full
 
 @pytest.fixture(scope="module")
 def expected():
-    """Evaluate sample by sample, from the truth tables."""
     x = BITS
     for gates, wires in LAYERS:
         a, b = x[:, np.asarray(wires.a)], x[:, np.asarray(wires.b)]

@@ -35,7 +35,7 @@ def layers(*sizes):
     ]
 
 
-# Name -> the shape, the convolutions and the layers of a circuit.
+# Name -> the shape, the convolutions, and the layers of a circuit.
 PARTS = {
     "padding and pools that leave a row over": (
         (2, 7, 6),

@@ -35,7 +35,6 @@ def every_row(inputs):
 
 
 def truth(netlist, bits):
-    """Evaluate gate by gate, from the truth tables."""
     values = list(bits.T)
     for gate, a, b in zip(netlist.gates, netlist.a, netlist.b, strict=True):
         values.append(TRUTH_TABLES[gate, 2 * values[a] + values[b]].astype(bool))

@@ -75,7 +75,7 @@ def build(implementation="xla", dtype=jnp.float32, fused=False):
 
 
 def lenet(implementation="xla", dtype=jnp.float32, fused=False):
-    """Return (`logits(parameters, images)`, `losses(parameters, images, labels)`, parameters) of a LeNet."""
+    """Return (`logits(parameters, images)`, `losses(parameters, images, labels)`, parameters)."""
     graph, parameters = nnx.split(build(implementation, dtype, fused))
 
     def logits(parameters, images):
@@ -157,8 +157,7 @@ CASES = {
     f"{name}-fused" if fused else name: (name, fused)
     for name in jaxbp.IMPLEMENTATIONS
     for fused in (False, True)
-    # In the interpreter, kernels are tested op by op. All of LeNet's kernels in one program would take 0.8 GiB to
-    # compile.
+    # All of LeNet's kernels in one interpreted program would take 0.8 GiB to compile.
     if name != "pallas" or jax.default_backend() == "gpu"
 }
 
@@ -373,7 +372,7 @@ def steps_of_the_backward(program):
 
 
 def named(scope, size):
-    """Return the gradient that a step computes: the largest gradient of its op whose size divides `size`."""
+    """Return the largest gradient of the step's op whose size divides `size`."""
     names = [re.sub(r"^jvp\((\w+)\)$", r"\1", name) for name in scope.split("/")]
     op = next(op for op in reversed(names) if op in RESULTS)
     sizes = {row.name: math.prod(row.shape) for row in lenet_memory_table(BATCH) if row.kind != "saved"}

@@ -13,7 +13,6 @@ from jaxbp.nn._layers import LayerNorm, LayerNormLinear
 
 
 def mixer(implementation=None, dtype=jnp.float32, **options):
-    """Return `logits(parameters, images)` of a small Mixer, and its parameters."""
     sizes = dict(patch=14, channels=6, patches_hidden=5, channels_hidden=7, blocks=2) | options
     graph, parameters = nnx.split(Mixer(**sizes, implementation=implementation, dtype=dtype, rngs=nnx.Rngs(0)))
     return lambda parameters, images: nnx.merge(graph, parameters)(images), parameters
@@ -61,7 +60,7 @@ def test_gradients_agree_with_float64(implementation):
     _, parameters = mixer(blocks=1)
     actual = gradients(implementation, jnp.float32)(parameters, images)
     expected = in_float64(gradients("autodiff", jnp.float64), parameters, images)
-    # The gradients are compared together, because some are zero. The norms remove a bias along the patches.
+    # Some gradients are zero, because the norms remove a bias along the patches.
     assert_close(flat(actual), flat(expected), "float32")
 
 

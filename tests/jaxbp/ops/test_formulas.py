@@ -1,7 +1,6 @@
 """The formulas of ops that share kernels and pairing with another entry of the table.
 
-Each family, and each of its derivatives, is compiled as one program. One program per formula would take ten times as
-long.
+Each family is compiled as one program. One program per formula would take ten times as long.
 """
 
 import functools

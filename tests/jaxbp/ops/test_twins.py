@@ -1,7 +1,4 @@
-"""Ops compared with their twins in JAX, Optax, and Flax.
-
-Each family of cases is compiled as one program. One program per case would take several times as long.
-"""
+"""Each family of cases is compiled as one program. One program per case would take several times as long."""
 
 import dataclasses
 import functools
@@ -46,8 +43,6 @@ class Case:
     """A call of an op, and the same call of its twin.
 
     Attributes:
-      ours: `ours(*arrays, implementation=)`.
-      twin: `twin(*arrays)`.
       arrays: the arguments, whose first axis is the batch.
       masked: which of the arrays the last array, a mask, selects from.
       unsupported: why the kernel does not take the call, or None.
@@ -170,7 +165,7 @@ ROW_1, ROW_2 = normal((3, 4), (3, 4), seed=5)
 
 
 def flax_layer(layer, x, scale, bias, **statistics):
-    """Return the result of a layer of Flax with these parameters, and its running averages if it has some."""
+    """Return the result of a layer of Flax, and its running averages if it has some."""
     layer.scale[...] = scale
     if bias is not None:
         layer.bias[...] = bias
@@ -312,7 +307,7 @@ def drawn(family):
 
 
 def value_and_gradients_of(ops):
-    """Return a jitted function `{name: (arrays, cotangents)} -> {name: (results, gradients)}` of the named ops."""
+    """Return a jitted function `{name: (arrays, cotangents)} -> {name: (results, gradients)}`."""
     runs = {name: value_and_gradients(op) for name, op in ops.items()}
     return jax.jit(lambda drawn: {name: runs[name](*arrays) for name, arrays in drawn.items()})
 

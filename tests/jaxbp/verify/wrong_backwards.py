@@ -1,4 +1,4 @@
-"""Wrong backwards from other projects and common texts, each rewritten as a small pair. A check must catch all of them.
+"""Wrong backwards from other projects and common texts, each rewritten as a small pair.
 
 This command writes docs/wrong_backwards.md:
 
@@ -24,7 +24,6 @@ class WrongBackward:
     Attributes:
       source: the issue in which the mistake was reported.
       slip: the mistake.
-      shapes: the shapes of the arguments.
       settings: arguments of `check`.
       positive: whether the arguments are positive.
     """
@@ -144,7 +143,6 @@ def prenorm_no_residual(dy, x, residual):
 
 
 def group_norm(x):
-    """Normalize with one group per channel, over all axes but the first two."""
     flat = x.reshape(*x.shape[:2], -1)
     return normalized(flat)[0].reshape(x.shape)
 
@@ -288,7 +286,7 @@ def swiglu_rows_to_row_0(dy, a, b):
     return jnp.zeros_like(a).at[0].set(da[-1]), jnp.zeros_like(b).at[0].set(db[-1])
 
 
-# The positions that each of two kernels reads: channels, rows, and columns.
+# Channels, rows, and columns of the positions that each of two kernels reads.
 WIRES = np.array([[[0, 1, 0], [0, 2, 1], [1, 0, 2]], [[1, 0, 1], [0, 2, 0], [1, 1, 2]]])
 
 
@@ -337,7 +335,7 @@ def dilated(x, w):
 
 
 def dilated_overwritten(dy, x, w):
-    """Store the three contributions to an element instead of adding them, so that only the last one remains."""
+    """Store the three contributions to an element instead of adding them."""
     at = np.arange(x.size)
     dx = jnp.zeros(x.size + 4, x.dtype)
     for i in range(3):
@@ -347,7 +345,6 @@ def dilated_overwritten(dy, x, w):
 
 
 def sum_over_filters(x, w):
-    """Compute `y_f = Σ_c w_fc x_c`."""
     return w @ x
 
 

@@ -37,7 +37,6 @@ def integers(*shapes):
 
 
 def gradients(input_size, windows):
-    """Return the kernel with `windows` windows per group, and the exact kernel."""
     options = dict(window=(2, 2), input_size=input_size)
     kernel = functools.partial(input_gradient, config=Config(windows), **options)
     return jax.jit(kernel), jax.jit(functools.partial(exact_input_gradient, **options))

@@ -50,8 +50,8 @@ def pooled_shapes(block, N=LANES):
     return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
 
 
-# In "image" and "lenet1", the rows of the image form the tiles, with one and two CTAs for the positions of a window. In
-# the other blocks, the rows of the routed gradient form the tiles.
+# In "image" and "lenet1", rows of the image form the tiles, with one and two CTAs for the positions of a window. In the
+# other blocks, rows of the routed gradient form the tiles.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),
@@ -172,7 +172,6 @@ def test_they_lower_for_cuda(block, dtype):
 def test_gpu_gradients_match_float64_and_repeat_their_bits(block, N, dtype):
     arrays = operands(normal, *BLOCKS[block], N=N, dtype=dtype)
     dy, place, x = (np.asarray(a, np.float64) for a in arrays)
-    # The gradient with respect to the convolution's output.
     K, P, Q, _ = dy.shape
     dz = np.where(place[..., None] == np.arange(4), dy[..., None], 0).reshape(K, P, Q, N, 2, 2)
     dz = dz.transpose(0, 1, 4, 2, 5, 3).reshape(K, 2 * P, 2 * Q, N)

@@ -1,5 +1,3 @@
-"""Kernels compared with sums of shifted copies in float64."""
-
 import dataclasses
 
 import jax

@@ -1,5 +1,3 @@
-"""Kernels compiled ahead of their program, which needs CUDA's compiler."""
-
 import contextlib
 import os
 import subprocess

@@ -9,8 +9,6 @@ from pallas_kernels.core.device import BLACKWELL, HOPPER, targeting
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a function that makes the default device a GPU of some compute capability."""
-
     def make(capability, kind="NVIDIA GPU", core_count=99):
         described = {} if capability is None else {"compute_capability": capability}
         fake = types.SimpleNamespace(

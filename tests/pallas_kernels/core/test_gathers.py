@@ -13,8 +13,7 @@ WIDTH, ROWS = 4, 40
 
 
 def run(rows, places, table, values):
-    """Compute everything in one kernel: rows gathered from shared and device memory, gathered elements, scattered
-    elements, sums, and one column repeated over a block."""
+    """Gather rows from shared and device memory, gather and scatter elements, sum, and repeat a column over a block."""
 
     def body(rows_ref, places_ref, table_ref, values_ref, *results, one):
         del one

@@ -114,7 +114,7 @@ def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
 
 
 def doubled_and_half(x):
-    """Compute x / 2, and 2 x, which may reuse x's memory."""
+    """Compute x / 2 and 2 x, of which 2 x may reuse x's memory."""
 
     def body(x_ref, half_ref, double_ref, *, i):
         value = x_ref[i]
@@ -238,7 +238,7 @@ def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lan
 
 
 def double_and_square(x, traced):
-    """Return 2x, and the pair (x², x³), by a kernel that can skip either."""
+    """The kernel can skip 2x, or the pair (x², x³)."""
 
     def body(x_ref, double_ref, powers, *, i):
         traced.append((double_ref is not None, powers is not None))
@@ -286,8 +286,6 @@ def test_a_kernel_with_outputs_in_place_cannot_skip_others():
 
 
 def indices_of_ctas():
-    """Return an array to which every CTA has written its index along each axis of its grid."""
-
     def body(x_ref, y_ref, *, i, j, k):
         for axis, index in enumerate((i, j, k)):
             y_ref[i, j, k, axis] = index.astype(jnp.int32)

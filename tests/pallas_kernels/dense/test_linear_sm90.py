@@ -112,7 +112,6 @@ def reasons(of, *shapes, dtype="bfloat16"):
 
 
 def weights_unsupported(*shape):
-    """Return why `weights_gradient` does not support the arrays, or None. `shape` may end with a dtype."""
     return kernels.weights_gradient.unsupported(*structs(*shape))
 
 

@@ -26,7 +26,6 @@ def drawn(columns, classes, dtype="float32", bias=False, rows=ROWS):
 
 
 def expected(logits, labels, dy, b, classes, label_smoothing, z_loss, softcap):
-    """Return the results in float64. The statistics are one array."""
     z = np.asarray(logits, np.float64)[:, :classes]
     z = z if b is None else z + np.asarray(b, np.float64)[:classes]
     z = z if softcap is None else softcap * np.tanh(z / softcap)

@@ -39,8 +39,7 @@ def test_gradients_of_small_images(size, pool):
 
 
 def _of_four_by_four():
-    """Compile the gradient for images of 4x4 pixels. The compiler unrolls loops that clear the sums of a band, add to
-    them, and write them to device memory."""
+    """Compile the gradient for images so small that the compiler unrolls its loops."""
     options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),

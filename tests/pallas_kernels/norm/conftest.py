@@ -8,7 +8,7 @@ from helpers import assert_close, normal
 
 @pytest.fixture
 def assert_right():
-    """Return a function that compares the forward and the gradients of a module of kernels with float64."""
+    """Return a function that compares a module's kernels with float64."""
 
     def check(kernels, rows, hidden, dtype, tolerance, *, center, known, configs=(None, None)):
         arrays = [a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,), (hidden,))]
@@ -19,10 +19,8 @@ def assert_right():
 
 
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
-    """Return (y, statistics) of the forward and (gradients, y) of the backward.
-
-    With `known`, the backward gets the forward's statistics.
-    """
+    """Return (y, statistics) of the forward and (gradients, y) of the backward, which gets the statistics if
+    `known`."""
     options = dict(eps=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)

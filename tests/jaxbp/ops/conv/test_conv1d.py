@@ -1,5 +1,3 @@
-"""`conv1d` compared with Flax's layer, also causal and with one filter per channel as in Mamba."""
-
 import functools
 
 import flax.linen

@@ -45,7 +45,6 @@ def test_numerical_gradients_agree_to_a_thousandth(implementation):
 
 
 def _check_against_lax(implementation, x_shape, w_shape, options, lax_options):
-    """Compare the op with `lax.conv_general_dilated` with equivalent options."""
     arrays = normal(x_shape, w_shape, w_shape[:1])
     op = functools.partial(conv2d, **options, implementation=implementation)
     lax_op = lambda x, w, b: jax.lax.conv_general_dilated(x, w, **LAX, **lax_options) + b[:, None, None]  # noqa: E731

@@ -1,5 +1,3 @@
-"""Choice of a kernel, as lowered for CUDA."""
-
 import functools
 
 import jax
@@ -12,8 +10,7 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 
 
 def _small_input_gradient(dtype="float32", **options):
-    """Return how the input gradient of small images is lowered for CUDA: a kernel, a product, or cuDNN's
-    convolution."""
+    """Return how the input gradient is lowered for CUDA: a kernel, a product, or cuDNN's convolution."""
     dy, w = normal((2, 3, 4, 5), (3, 2, 2, 2))
     program = cuda_program(
         functools.partial(conv2d_backward_input, input_size=(5, 6), **options), dy.astype(dtype), w.astype(dtype)
@@ -46,8 +43,8 @@ def test_none_takes_the_product_or_the_library_for_a_gradient_in_the_input(preci
 def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_hopper):
     run = value_and_gradients(functools.partial(conv2d, precision="default"))
     program = cuda_program(run, normal((2, 2, 5, 6), (3, 2, 2, 2), (3,)), normal((2, 3, 4, 5)))
-    assert program.count("dot_general") == 2  # forward, input
-    assert program.count("custom_call @mosaic_gpu") == 1  # weights
+    assert program.count("dot_general") == 2
+    assert program.count("custom_call @mosaic_gpu") == 1
     assert "stablehlo.convolution" not in program
 
 

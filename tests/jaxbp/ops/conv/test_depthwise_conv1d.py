@@ -1,5 +1,3 @@
-"""The catalogue has the other tests of depthwise convolutions."""
-
 import functools
 import itertools
 

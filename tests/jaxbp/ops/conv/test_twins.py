@@ -1,9 +1,8 @@
-"""Convolutions and pools compared with their twins in JAX and Flax.
+"""Differences from the twins in JAX and Flax:
 
-Differences from the twins:
 - `jax.lax.conv_general_dilated` has the names window_strides, rhs_dilation, and feature_group_count. It also takes
   negative paddings, lhs_dilation, and batch_group_count.
-- Flax's pools have the default stride 1. Ours have the window, like the pools of most other libraries.
+- The default stride of our pools is the window, as in most libraries. In Flax, it is 1.
 - Ours take only windows of two axes, and a batch. They refuse a padding of a whole window.
 - JAX has no gradient of a dilated maximum.
 """

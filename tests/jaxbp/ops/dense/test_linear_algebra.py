@@ -31,7 +31,7 @@ def _drawn(name):
 
 @functools.cache
 def _reference(name):
-    """Return the gradients for every pair of shapes by autodiff in float64, compiled as one program."""
+    """Compute the gradients for every pair of shapes in one program."""
     native = value_and_gradients(getattr(jnp, name))
     run = jax.jit(lambda arrays, cotangents: [native(*each)[1] for each in zip(arrays, cotangents, strict=True)])
     return in_float64(run, *_drawn(name))

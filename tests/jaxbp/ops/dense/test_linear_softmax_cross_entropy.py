@@ -51,7 +51,6 @@ def arrays(dtype="float32"):
 
 
 def reference(x, w, b, where=None, *, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"):
-    """Compute the loss by Optax and `jax.numpy`."""
     z = x @ w.T + b
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     y = optax.smooth_labels(jax.nn.one_hot(LABELS, CLASSES, dtype=z.dtype), label_smoothing)
@@ -208,7 +207,7 @@ def test_the_public_backward_has_the_gradients(reduction, implementation):
 
 
 def products(jaxpr):
-    """Return the number of matrix products of a jaxpr, where the body of a scan counts once."""
+    """Count the matrix products of a jaxpr, where the body of a scan counts once."""
     own = sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns)
     inner = [j for equation in jaxpr.eqns for j in jaxprs_in_params(equation.params)]
     return own + sum(map(products, inner))

@@ -81,7 +81,7 @@ def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
 
 
 def gradients_of_rollout(steps, memory="states", **options):
-    """Return (last state, gradients, gradients by the public backward) of a periodic automaton, as one program."""
+    """Return (last state, gradients, gradients by the public backward), from one program."""
     wires = automaton(True)
 
     @jax.jit
@@ -261,7 +261,7 @@ def test_half_precision_states_are_computed_in_float32():
 
 
 def test_kept_memory_grows_as_the_policy_says():
-    """Measure the growth from 64 to 256 ticks, in states, by the memory that the compiled gradient allocates."""
+    """Measure the growth from 64 to 256 ticks, in states, of the memory that the compiled gradient allocates."""
     wires, (logits, state, _) = deeper(), operands(deeper(), (4, 32, 32))
 
     def states(memory, steps):

@@ -57,7 +57,6 @@ every_parametrization = pytest.mark.parametrize("parametrization", PARAMETERS)
 
 @functools.cache
 def of_layer(implementation, parametrization="softmax"):
-    """Return a function that computes (y, dlogits, dx) of a layer by the public functions."""
     options = dict(implementation=implementation, parametrization=parametrization)
 
     @jax.jit

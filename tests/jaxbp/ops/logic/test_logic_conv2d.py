@@ -47,7 +47,7 @@ def images(batch=3, channels=3, size=(7, 8), seed=0):
 
 
 def by_loops(logits, wires, x, stride=1, padding=0, pool=1):
-    """Return (y, indices), computed position by position and gate by gate in float64."""
+    """Return (y, indices) in float64, position by position and gate by gate."""
     (s, t), (p, q), (r, c) = ((n, n) if isinstance(n, int) else n for n in (stride, padding, pool))
     x = np.pad(np.float64(x), ((0, 0), (0, 0), (p, p), (q, q)))
     weights = np.asarray(jax.nn.softmax(logits), np.float64)
@@ -74,7 +74,6 @@ def _mixture(weights, a, b):
 
 @functools.cache
 def of_op(implementation, parametrization="softmax", **geometry):
-    """Return a function that computes (y, indices, dlogits, dx) by the public functions."""
     options = dict(geometry, implementation=implementation, parametrization=parametrization)
 
     @jax.jit

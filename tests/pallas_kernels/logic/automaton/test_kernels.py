@@ -36,8 +36,6 @@ def operands(channels, kernels, perception, update, periodic, shape, fires, seed
 
 
 def reference(automaton, coefficients, state, fires, dnew):
-    """Return (next state, dstate, dcoefficients) by the formula in float64."""
-
     def run(coefficients, state, dnew):
         prepared = formula.prepare(coefficients, automaton, state.shape)
         state, dnew = formula.enter(state), formula.enter(dnew)
@@ -48,7 +46,7 @@ def reference(automaton, coefficients, state, fires, dnew):
 
 
 def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
-    """Return the results of `reference`, computed by the kernels. Two launches add up the coefficients' gradients."""
+    """Return the results of `reference`. Two launches add up the coefficients' gradients."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
     flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
     if config:
