@@ -86,11 +86,7 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
     """Compile `function` of arrays like `structs` for a GPU. Return the number of kernels.
 
-    A program without a kernel is only lowered.
-
-    Raises:
-      ValueError: a kernel needs more shared memory than the GPU has.
-      jax.errors.JaxRuntimeError: a compiler refuses. LLVM may also end the process.
+    A program without a kernel is only lowered. If a compiler refuses, it raises an error, or LLVM ends the process.
     """
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)

@@ -19,7 +19,6 @@ LAYERS = {
     "Embed": ((7, 4), INDICES),
     "PReLU": ((0.2,), ROWS),
 }
-"""Layer -> positional arguments of its constructor, and an input."""
 
 
 def make(module, name, *arguments, seed=1, **options):

@@ -11,8 +11,7 @@ from experiments.training.compiled import load
 
 
 class HardenedReport:
-    """Tests that the reports of all hardened networks inherit. The fixture `finished` returns (exit code, output,
-    folder)."""
+    """The fixture `finished` returns (exit code, output, folder of the run)."""
 
     least_accuracy: float
 

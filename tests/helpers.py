@@ -93,7 +93,7 @@ def compare_with_twin(op, twin, arrays):
 
 
 def numerical_gradients(op, arrays, cotangents, step):
-    """Return central differences of `sum(cotangents * op(*arrays))` with respect to each floating element."""
+    """Return central differences of `sum(cotangents * op(*arrays))`."""
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
@@ -114,7 +114,6 @@ def numerical_gradients(op, arrays, cotangents, step):
 
 
 def assert_numerical_gradients_agree(function, arrays, *, step, implementation, **options):
-    """Compare every element of a backward with central differences."""
     op = functools.partial(function, **options, implementation=implementation)
     cotangents = draw_cotangents(op, arrays)
     gradients = gradients_of(function, arrays, cotangents, implementation=implementation, **options)
@@ -122,10 +121,7 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def assert_second_derivatives_match_differences(functions, values):
-    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences in float64.
-
-    The arguments map names to functions and to their arrays. All functions are compiled as one program.
-    """
+    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program."""
     random, step = np.random.default_rng(0), 1e-5
 
     def derivatives(function, values, direction):
@@ -154,7 +150,6 @@ def on_the_cpu():
 
 
 def in_float64(function, *arguments):
-    """Return `function` of the same numbers in float64, computed on the CPU."""
     with jax.enable_x64(True), on_the_cpu():
         return function(
             *jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments)
@@ -180,7 +175,6 @@ def compiled(name, place, implementation):
 
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
-    """Draw (arrays, cotangents) for an entry."""
     seed += 40_000  # with these seeds, finite differences cross no kink of ReLU, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)

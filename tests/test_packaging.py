@@ -83,7 +83,6 @@ def _run(*command, **options):
 
 
 def _environment(folder, *installation):
-    """Return the Python of a new virtual environment with an installation and this environment's packages."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     purelib = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())

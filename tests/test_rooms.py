@@ -137,7 +137,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def folder_graph(graph):
-    """Return a dict from each folder to the folders it imports from, without folders above or below it."""
+    """Folders above or below a folder are left out."""
     of = lambda module: module.rpartition(".")[0]  # noqa: E731
     folders = {of(module): set() for module in graph if "." in module}
     for module, targets in graph.items():

@@ -1,5 +1,5 @@
-"""Clients are programs of the kind that other people write. Replacing the namespace of its layers and functions, and
-nothing else, moves a client to jaxbp."""
+"""Clients are programs of the kind that other people write. To move a client to jaxbp, replace the namespace of its
+layers and functions, and nothing else."""
 
 import functools
 

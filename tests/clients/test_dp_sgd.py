@@ -1,4 +1,4 @@
-"""JAX's DP-SGD, with layers of `jax.example_libraries.stax`: clipped gradients of each example by `vmap` of `grad`."""
+"""JAX's DP-SGD, with layers of `jax.example_libraries.stax`."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Flax's MNIST example: convolutions, batch normalization, dropout, and pools of `nnx`, under `nnx.jit`."""
+"""Flax's MNIST example, under `nnx.jit`."""
 
 import functools
 

@@ -1,5 +1,3 @@
-"""Gemma in NNX: RMS norms, rotary embeddings, attention with a soft cap, GEGLU, tied embeddings, and an EMA."""
-
 import functools
 
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A GPT in Linen: data parallel by `pmap`, rematerialized blocks, bfloat16, clipping, and accumulated gradients."""
+"""A GPT in Linen, data parallel by `pmap`, with rematerialized blocks and accumulated gradients."""
 
 import functools
 

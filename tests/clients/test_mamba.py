@@ -1,5 +1,3 @@
-"""A minimal Mamba: depthwise causal convolutions, a selective scan, RMS norms, and accumulated gradients."""
-
 import functools
 
 import jax

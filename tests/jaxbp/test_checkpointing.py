@@ -15,8 +15,7 @@ POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
 def walk(weights, memory, scan=None, **options):
-    """Return a function that scans. The carry, xs, and ys have integers and floats, and the body closes over
-    weights."""
+    """The carry, xs, and ys have integers and floats, and the body closes over weights."""
 
     def body(carry, x):
         s, count = carry

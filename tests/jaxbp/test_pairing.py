@@ -784,7 +784,7 @@ def test_none_may_stand_for_the_gradient_of_any_part_of_a_pytree():
 
 
 def counting_residual(x, counts):
-    """Return exp(x) by a function that runs only when its result is needed, and counts its runs."""
+    """Return exp(x), by a function that counts its runs and runs only when its result is needed."""
     count = lambda x: (counts.append(1), np.exp(x))[1]  # noqa: E731
     return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 

@@ -30,7 +30,6 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def quickly(monkeypatch, workload_at):
-    """Return a function that times one small op, and returns the exit code and the report."""
     workload = workload_at("softmax_cross_entropy_backward", "classes")
     monkeypatch.setattr(bench, "selected", lambda *_: [workload])
     monkeypatch.setattr(measure, "ROUNDS", 1)

@@ -11,7 +11,6 @@ from jaxbp import ConvolutionalCircuit
 
 
 def shapes(config, images):
-    """Return the shapes of the images after each convolution, and the widths of the dense layers."""
     found = []
 
     def build(key):

@@ -42,7 +42,6 @@ def write(folder, contents, zipped=False):
 
 @pytest.fixture
 def serve():
-    """Return a function that serves a folder over HTTP, and returns its address."""
     servers = []
 
     def start(folder):

@@ -43,7 +43,6 @@ def test_the_least_number_can_be_held_against_float64(dtype, least):
 
 
 def drawn(name, kind, invalid_labels=False):
-    """Return an op's arguments, and a cotangent of one per row of the first argument."""
     program = Program(ENTRIES[name], ENTRIES[name].small, "float32", "xla", "plain", invalid_labels=invalid_labels)
     random = np.random.default_rng(0)
     arguments = program.arguments(random, kind)

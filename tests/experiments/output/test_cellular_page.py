@@ -44,7 +44,6 @@ every_automaton = pytest.mark.parametrize(("automaton", "state", "target"), AUTO
 
 
 def damage(state):
-    """Return the state after the page's first click on the center of the grid."""
     height, width, _ = state.shape
     size = max(1, min(height, width) // 4)
     top, left = height // 2 - (size - 1) // 2, width // 2 - (size - 1) // 2

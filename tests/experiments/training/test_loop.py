@@ -15,7 +15,6 @@ from jaxbp.precision import LossScale
 
 
 def run(config, dataset=None, state=None, epochs_done=0):
-    """Train. Yield the metrics and a copy of the state of every epoch."""
     prepared = training.prepare(config, config.load() if dataset is None else dataset)
     start = prepared.state if state is None else jax.tree.map(jnp.array, state)
     for metrics, state, _ in training.run(prepared, start, epochs_done):
@@ -77,7 +76,7 @@ def test_training_learns(toy_config):
 
 
 def count_visits(epoch, examples=23, batch_size=5, seed=0):
-    """Train for one epoch on a loss whose gradient counts how often each example is seen."""
+    """The gradient of the loss counts how often each example is seen."""
     state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
     state, losses, *_ = training.train_epoch(
         state,
@@ -103,7 +102,7 @@ def test_epochs_leave_out_different_examples():
 
 
 def losses_of_augmented(epoch, augment, seed=0):
-    """Return the losses of the steps of one epoch. A loss is the mean of the augmented inputs."""
+    """The loss of a step is the mean of the augmented inputs."""
     _, losses, *_ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),

@@ -153,7 +153,6 @@ def test_value_and_gradients_match_float64(name, implementation):
 
 
 def _half_precisions():
-    """Yield each pair in both half precisions, one dtype per implementation."""
     for (i, name), (j, implementation) in itertools.product(enumerate(PAIRS), enumerate(("pallas", "xla"))):
         yield name, ("bfloat16", "float16")[(i + j) % 2], implementation
 
@@ -257,7 +256,6 @@ def _check_at_place(name, place, implementation, dtype, batch):
 
 
 def _places_and_dtypes():
-    """Yield the fewest cases that cover every place of a pair and every dtype of its kernels."""
     for entry in DISTINCT:
         cases = zip(itertools.cycle(entry.real), itertools.cycle(entry.kernel_dtypes), strict=False)
         count = max(len(entry.real), len(entry.kernel_dtypes)) if entry.name in PAIRS else 1

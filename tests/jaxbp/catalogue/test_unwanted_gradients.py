@@ -25,7 +25,6 @@ PROGRAMS = {
 
 
 def gradient(op, case, batch, dtype, wanted):
-    """Return the function from all leaves of the arguments to the wanted gradients, and these leaves."""
     entry = ENTRIES[op]
     leaves, structure = jax.tree.flatten(entry.real[case].structs(batch, jnp.dtype(dtype)))
     places = [i for i, a in enumerate(leaves) if is_float(a)]

@@ -183,7 +183,7 @@ def test_two_automata_stand_beside_each_other_in_one_file(tmp_path):
 
 
 def in_icarus(automaton, state, ticks, folder):
-    """Return the states of a grid of cells at each clock. The grid is loaded, held for one clock, and ticked."""
+    """The grid is loaded, held for one clock, and ticked."""
     height, width, _ = state.shape
     loaded = "".join("01"[int(bit)] for bit in state.ravel()[::-1])
     bench = f"""

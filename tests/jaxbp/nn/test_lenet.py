@@ -167,7 +167,6 @@ CASES = {
     params=[pytest.param(case, id=id) for id, case in CASES.items()],
 )
 def two_steps(request):
-    """Return the first loss and gradients, and the second loss, of two steps of gradient descent."""
     implementation, fused = request.param
     loss, parameters = mean_loss(implementation, fused=fused)
 
@@ -304,7 +303,6 @@ def _gradients_within_the_dense_layers(model, images, labels):
 
 
 def _stages(model, labels, **options):
-    """Return LeNet's loss as a chain of functions of one array, by the name of their argument."""
     relu = functools.partial(jaxbp.relu, **options)
     pool = functools.partial(jaxbp.max_pool2d, window=2, **options)
 
@@ -359,7 +357,7 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, number of values in the result) for each step of a backward in a lowered program.
+    """Yield (scope, number of values in the result) for each step of a backward.
 
     A step is a kernel, or the reshape in which XLA's backward of a pool with adjacent windows ends.
     """

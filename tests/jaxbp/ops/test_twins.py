@@ -165,7 +165,6 @@ ROW_1, ROW_2 = normal((3, 4), (3, 4), seed=5)
 
 
 def flax_layer(layer, x, scale, bias, **statistics):
-    """Return the result of a layer of Flax, and its running averages if it has some."""
     layer.scale[...] = scale
     if bias is not None:
         layer.bias[...] = bias
@@ -307,7 +306,6 @@ def drawn(family):
 
 
 def value_and_gradients_of(ops):
-    """Return a jitted function `{name: (arrays, cotangents)} -> {name: (results, gradients)}`."""
     runs = {name: value_and_gradients(op) for name, op in ops.items()}
     return jax.jit(lambda drawn: {name: runs[name](*arrays) for name, arrays in drawn.items()})
 
@@ -544,7 +542,6 @@ def _rows():
 
 
 def _same():
-    """Return the ops that, according to the book, have the arguments of their twins."""
     (sentence,) = re.findall(r"^([^|.]*) have the arguments of their twins\.", PAGE.read_text(), re.M)
     return re.findall(r"`(\w+)`", sentence)
 

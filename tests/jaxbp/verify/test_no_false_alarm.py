@@ -218,7 +218,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
-    """Check one function in a child process. Its programs share a cache, because most differ only in their data."""
+    """The programs of a function share a cache, because most differ only in their data."""
     part, name, folder = task
     jax.config.update("jax_compilation_cache_dir", os.path.join(folder, str(os.getpid())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -24,7 +24,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
-    """Draw dy, indices, and w. Also return the size of the input."""
     dy, w = (a.astype(dtype) for a in draw((K, P, Q, N), (K, C, F, F)))
     place = np.random.default_rng(2).integers(0, 5, (K, P, Q, N), np.uint8)
     return (dy, jnp.asarray(place), w), (2 * P + F - 1, 2 * Q + F - 1)
@@ -43,7 +42,6 @@ def gradients(input_size, windows):
 
 
 def asked(dy_shape, w_shape, dtype="float32"):
-    """Return why the kernel does not support the arrays, or None, and its config."""
     structs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (dy_shape, dy_shape, w_shape))
     arrays, options = list(structs), dict(window=(2, 2), input_size=(12, 12))
     reason = input_gradient.unsupported(*arrays, **options)

@@ -22,7 +22,6 @@ SMALL, LENET = (40, 33, 31, 5), (256, 120, 84, 10)
 
 
 def draw(sizes, N, seed=0):
-    """Draw x, with the batch last and padded rows, labels, weights, biases, and dy."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     x = jnp.zeros((row_widths(sizes)[0], N)).at[: sizes[0]].set(normal(sizes[0], N))

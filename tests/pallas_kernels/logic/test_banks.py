@@ -48,7 +48,6 @@ def halves(packed):
 
 
 def cycles(automaton):
-    """Return the cycles of reading the inputs of gates, and the gradients of consumers."""
     plan = arrays_of.plan(automaton, (1, 3, 3, automaton.channels))
     # Without `jit`, JAX would compile some 400 programs of one operation each.
     functions = (arrays_of._rows_read, plan.layers), (arrays_of._rows_of_consumers, plan)

@@ -8,8 +8,6 @@ from helpers import assert_close, normal
 
 @pytest.fixture
 def assert_right():
-    """Return a function that compares a module's kernels with float64."""
-
     def check(kernels, rows, hidden, dtype, tolerance, *, center, known, configs=(None, None)):
         arrays = [a.astype(dtype) for a in normal((rows, hidden), (rows, hidden), (hidden,), (hidden,))]
         run_ = jax.jit(functools.partial(run, kernels, center=center, known=known, configs=configs))

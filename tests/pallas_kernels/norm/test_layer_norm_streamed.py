@@ -37,7 +37,6 @@ def test_the_simulator_finds_them_right(name, center, known, assert_right):
 
 
 def assert_input_gradient_right(rows, hidden, dtype, config):
-    """Compare the kernels that compute only dx, from x̂ and from x, with float64."""
     t, x = (a.astype(dtype) for a in normal((rows, hidden), (rows, hidden)))
     inv_std = abs(normal((rows,), seed=1)[0])
 
@@ -107,7 +106,6 @@ def test_a_row_whose_squares_overflow_is_nan_and_no_other():
 
 
 def arguments(hidden, dtype):
-    """Return (kernel, arguments, number of arrays that it streams) for both kernels."""
     x, scale = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1000, hidden), (hidden,)))
     return [(kernels.normalise, (x, scale, scale), 1), (kernels.gradients, (x, x, scale, scale, None, None), 2)]
 

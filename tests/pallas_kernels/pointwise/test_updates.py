@@ -22,7 +22,6 @@ def formula(scalars, p, m, g):
 
 
 def drawn(shapes=SHAPES, dtypes=("float32",) * 3):
-    """Draw (scalars, changed, constant)."""
     p, m, g = ([a.astype(d) for a in normal(*shapes, seed=i)] for i, d in enumerate(dtypes))
     return jnp.array([0.25, 2.0]), (p, m), (g,)
 

@@ -10,7 +10,6 @@ from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeti
 
 
 def _small_input_gradient(dtype="float32", **options):
-    """Return how the input gradient is lowered for CUDA: a kernel, a product, or cuDNN's convolution."""
     dy, w = normal((2, 3, 4, 5), (3, 2, 2, 2))
     program = cuda_program(
         functools.partial(conv2d_backward_input, input_size=(5, 6), **options), dy.astype(dtype), w.astype(dtype)

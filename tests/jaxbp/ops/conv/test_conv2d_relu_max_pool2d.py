@@ -44,7 +44,6 @@ def test_values_and_gradients_are_those_of_the_three_ops(options, implementation
 
 
 def pooled(x, implementation):
-    """Return (y, indices, dx) of one image and a filter with the single weight 1, where dy is 1, 2, 3, ..."""
     x, w = jnp.asarray(x, jnp.float32)[None, None], jnp.ones((1, 1, 1, 1))
     y, places = conv2d_relu_max_pool2d_with_indices(x, w, window=2, implementation=implementation)
     dy = jnp.arange(1.0, y.size + 1).reshape(y.shape)

@@ -19,7 +19,6 @@ from jaxbp import max_pool2d, max_pool2d_backward, max_pool2d_with_indices
 
 
 def pool(x, implementation, **options):
-    """Return (y, dx) of one image, where dy is 1, 2, 3, ..."""
     x, options = jnp.asarray(x, jnp.float32)[None, None], options | dict(implementation=implementation)
     (y,) = results_of(functools.partial(max_pool2d, **options), [x])
     dy = np.arange(1, y.size + 1, dtype=y.dtype).reshape(y.shape)

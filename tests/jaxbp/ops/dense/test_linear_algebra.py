@@ -31,7 +31,6 @@ def _drawn(name):
 
 @functools.cache
 def _reference(name):
-    """Compute the gradients for every pair of shapes in one program."""
     native = value_and_gradients(getattr(jnp, name))
     run = jax.jit(lambda arrays, cotangents: [native(*each)[1] for each in zip(arrays, cotangents, strict=True)])
     return in_float64(run, *_drawn(name))

@@ -71,7 +71,6 @@ def value_and_gradients(f):
 
 
 def all_losses(f):
-    """Return a jitted function whose result maps names to losses and gradients with options, masks, and reductions."""
     masks = {"all rows": None, "some rows": WHERE}
 
     def one(arrays, options, where, reduction):
@@ -123,7 +122,6 @@ def test_pallas_pads_the_classes_for_the_kernel_and_nothing_else_changes(rows, o
 
 @functools.cache
 def gradients_of_plain_jax(dtype, offset):
-    """Return arrays, and their gradients in their dtype and in float64."""
     x, w, b = arrays(dtype)
     b = (np.asarray(b) + offset).astype(dtype)
     run = jax.jit(value_and_gradients(reference))
@@ -207,7 +205,7 @@ def test_the_public_backward_has_the_gradients(reduction, implementation):
 
 
 def products(jaxpr):
-    """Count the matrix products of a jaxpr, where the body of a scan counts once."""
+    """The body of a scan counts once."""
     own = sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns)
     inner = [j for equation in jaxpr.eqns for j in jaxprs_in_params(equation.params)]
     return own + sum(map(products, inner))

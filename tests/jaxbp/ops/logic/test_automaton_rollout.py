@@ -81,7 +81,6 @@ def test_twenty_ticks_are_those_of_the_published_formulation_in_float64():
 
 
 def gradients_of_rollout(steps, memory="states", **options):
-    """Return (last state, gradients, gradients by the public backward), from one program."""
     wires = automaton(True)
 
     @jax.jit
@@ -164,7 +163,6 @@ def test_rounding_errors_do_not_grow(implementation):
 
 @functools.cache
 def rounded_gradients(rounding_rate):
-    """Return (last state, gradients) of two ticks that round values straight through, with the op's draws."""
     return _rounding_loop(rounding_rate, *operands(automaton(True)))
 
 

@@ -28,7 +28,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops.logic import gate_layer as op
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-# The relaxed functions as in the literature, with their derivatives with respect to a and b.
+# The relaxed functions as in the literature, and their derivatives with respect to a and b.
 RELAXED = [
     (lambda a, b: 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),
     (lambda a, b: a * b, lambda a, b: b, lambda a, b: a),
@@ -298,7 +298,6 @@ def test_logits_may_be_wider_than_what_flows_through_the_gates(implementation):
 
 
 def changes_of_layout(layers, batch, implementation):
-    """Count the changes of layout of whole arrays in the compiled gradient of a stack of layers."""
     wires = Wires.random(256, 256, seed=0)
 
     def loss(logits, x):

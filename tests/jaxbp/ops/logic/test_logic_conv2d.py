@@ -47,7 +47,6 @@ def images(batch=3, channels=3, size=(7, 8), seed=0):
 
 
 def by_loops(logits, wires, x, stride=1, padding=0, pool=1):
-    """Return (y, indices) in float64, position by position and gate by gate."""
     (s, t), (p, q), (r, c) = ((n, n) if isinstance(n, int) else n for n in (stride, padding, pool))
     x = np.pad(np.float64(x), ((0, 0), (0, 0), (p, p), (q, q)))
     weights = np.asarray(jax.nn.softmax(logits), np.float64)

@@ -15,7 +15,6 @@ POSITIONS = jnp.array([[[0], [1], [2]], [[700], [3], [0]]])
 
 
 def complex_rotation(x, positions, base=10_000.0, interleaved=False):
-    """Rotate x by products of complex numbers in float64."""
     x, half = np.asarray(x, np.float64), x.shape[-1] // 2
     z = x[..., ::2] + 1j * x[..., 1::2] if interleaved else x[..., :half] + 1j * x[..., half:]
     angles = np.asarray(positions)[..., None] * base ** -(np.arange(half) / half)

@@ -20,7 +20,6 @@ SHALLOW = PUBLISHED | dict(update_widths=[256, 256, 128, 64, 32, 16, 8, 8])  # m
 
 
 def operands(channels, kernels, perception, update, periodic, shape, fires, seed=0):
-    """Draw (automaton, coefficients, state, fires, dnew)."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
@@ -46,7 +45,7 @@ def reference(automaton, coefficients, state, fires, dnew):
 
 
 def by_kernels(automaton, coefficients, state, fires, dnew, config=None):
-    """Return the results of `reference`. Two launches add up the coefficients' gradients."""
+    """Two launches add up the coefficients' gradients."""
     prepared, plan = arrays_of.prepare(coefficients, automaton, state.shape), arrays_of.plan(automaton, state.shape)
     flat, mask, options = arrays_of.enter(state), arrays_of._flat(fires), dict(plan=plan)
     if config:
