@@ -87,6 +87,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays):
+    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")

@@ -89,8 +89,8 @@ def _gradient_of_sines(name, implementation, arrays):
 
 @functools.cache
 def _hessian_products(name, implementation):
-    """Return a function that multiplies the Hessian of `Σ sin(y)` by a direction, by reverse and by forward over
-    reverse."""
+    """Return a function that multiplies a direction by the Hessian of the sum of the sines of the results, by reverse
+    over reverse and by forward over reverse."""
 
     @jax.jit
     def run(arrays, direction):
@@ -351,7 +351,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
-    # Each separate test would compile the kernels again.
+    # One test covers all three, because each separate test would compile the kernels again.
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]

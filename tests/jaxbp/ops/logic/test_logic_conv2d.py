@@ -73,6 +73,7 @@ def _mixture(weights, a, b):
 
 @functools.cache
 def of_op(implementation, parametrization="softmax", **geometry):
+    """Return a function that computes (y, indices, dlogits, dx) by the public functions."""
     options = dict(geometry, implementation=implementation, parametrization=parametrization)
 
     @jax.jit
