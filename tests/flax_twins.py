@@ -56,7 +56,8 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Assert equal dtypes, and values, gradients, and later variables within a relative error in norm."""
+    """Assert that two layers have equal dtypes, and equal values, gradients, and later variables up to a relative
+    error."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))

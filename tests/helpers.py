@@ -122,7 +122,10 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def assert_second_derivatives_match_differences(functions, values):
-    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program."""
+    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program.
+
+    `functions` and `values`, which are the functions' arguments, are dicts with the same names.
+    """
     random, step = np.random.default_rng(0), 1e-5
 
     def derivatives(function, values, direction):

@@ -1,4 +1,4 @@
-"""These tests take one seed. The command takes three seeds and added data."""
+"""These tests take one seed. The module's command takes three seeds and added data."""
 
 import dataclasses
 

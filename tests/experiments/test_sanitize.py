@@ -1,4 +1,4 @@
-"""A script that prints the messages of compute-sanitizer replaces it."""
+"""A script replaces compute-sanitizer and prints its messages."""
 
 import json
 import sys

@@ -92,7 +92,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# In the order of writing: the settings, the metrics after each epoch, the curves, and the checksums.
+# The files are written in this order: the settings, the metrics after each epoch, the curves, and the checksums.
 INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 

@@ -39,7 +39,7 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# Entries that are like another entry share its tests of what a formula does not change. test_formulas.py has the rest.
+# Entries that differ from another entry only in their formula share its tests. test_formulas.py tests their formulas.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
@@ -168,7 +168,8 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """Yield each pair at its smallest real place, as a formula and, if a CPU interprets them quickly, as kernels."""
+    """Yield each pair at its smallest real place, as a formula, and as kernels where a CPU interprets the kernels
+    quickly."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
         yield name, place, "xla"

@@ -1,4 +1,4 @@
-"""The tests in test_linear_sm90.py cover the rest."""
+"""test_linear_sm90.py has the other tests of the pipeline."""
 
 from pallas_kernels.dense import linear_product_sm90
 

@@ -1,4 +1,4 @@
-"""The tests in test_mlp_softmax_cross_entropy_sm90.py cover the rest."""
+"""test_mlp_softmax_cross_entropy_sm90.py has the other tests of the network."""
 
 from pallas_kernels.dense.mlp_network_sm90 import row_widths
 

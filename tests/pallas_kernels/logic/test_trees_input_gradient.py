@@ -1,4 +1,4 @@
-"""`test_logic_conv2d.py` has the other tests."""
+"""test_logic_conv2d.py has the other tests of this kernel."""
 
 import os
 import subprocess

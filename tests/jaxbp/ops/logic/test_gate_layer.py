@@ -324,7 +324,7 @@ def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
         program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
-    # The kernels of the forward, of the input's gradient, and, for a batch this short, of the coefficients' gradient.
+    # The three kernels compute y, dx, and, for a batch this short, the coefficients' gradient.
     assert program.count("custom_call @mosaic_gpu") == 3
 
 
