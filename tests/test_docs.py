@@ -611,7 +611,9 @@ def test_a_program_has_its_time_and_memory_before_and_after_the_change(book):
         "original": dict(milliseconds=50.0, peak_bytes=2**31),
         "changed": dict(milliseconds=49.0, peak_bytes=2**30),
     }
-    page = book("program_costs run", run=report({"program": "A GPT", "setting": "batch 2"} | costs))
+    page = book(
+        "program_costs run", run=report({"program": "A GPT", "setting": "batch 2"} | costs) | {"note": "A note."}
+    )
     assert cells(page)[1] == ["A GPT, batch 2", "50.0", "49.0", "-2%", "2.00", "1.00", "-50%"]
 
 

@@ -316,7 +316,8 @@ def program_costs(reports: Reports) -> str:
         )
     head = ["program", "original, ms", "changed, ms", "", "original, GiB", "changed, GiB", ""]
     where = f"Measured on {devices(reports)}, {', '.join(map(day, reports.values()))}."
-    return "\n\n".join([markdown(head, lines), " ".join([where, *map(link, reports)])])
+    sources = (f"{link(name)}: {report['note']}" for name, report in reports.items())
+    return "\n\n".join([markdown(head, lines), " ".join([where, *sources])])
 
 
 def computed_in(reports: Reports) -> str:
