@@ -90,11 +90,17 @@ def dot(one, other):
     return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
 
 
-def compare_with_twin(op, twin, arrays):
-    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64."""
+def compare_with_twin(op, twin, arrays, implementations=None):
+    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64.
+
+    With `implementations`, the op takes the argument `implementation=`. One program computes all of them.
+    """
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
-    assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
+    ops = {name: functools.partial(op, implementation=name) for name in implementations or ()} or {"op": op}
+    run = jax.jit(lambda *arrays: [value_and_gradients(op)(*arrays) for op in ops.values()])
+    for name, found in zip(ops, run(arrays, cotangents), strict=True):
+        assert_close(found, expected, "float32", str(name))
 
 
 def numerical_gradients(op, arrays, cotangents, step):
