@@ -187,7 +187,8 @@ def _for_the_interpreter():
     quickly."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
-        yield name, place, "xla"
+        if name != "automaton_step":  # 19 layers of one formula, which test_automaton_rollout.py has in float64
+            yield name, place, "xla"
         if _size(name, place) < 2**16:
             yield name, place, "pallas"
 
