@@ -21,12 +21,16 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-1
 """Largest relative error in norm against float64."""
 
 
+put = jax.device_put
+"""Makes an array of JAX from an array of NumPy. `jnp.asarray` would compile a program per shape."""
+
+
 # ----------------------------------------------------------------------------------------------- ops with bound options
 
 
 def normal(*shapes, seed=0):
     random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+    return [put(random.standard_normal(shape).astype(np.float32)) for shape in shapes]
 
 
 def is_float(x):
@@ -79,18 +83,24 @@ def results_of(op, arrays):
 
 def draw_cotangents(op, arrays, seed=1):
     random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(a.shape).astype(a.dtype)) for a in results_of(op, arrays)]
+    return [put(random.standard_normal(a.shape).astype(a.dtype)) for a in results_of(op, arrays)]
 
 
 def dot(one, other):
     return sum(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(one, other, strict=True))
 
 
-def compare_with_twin(op, twin, arrays):
-    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64."""
+def compare_with_twin(op, twin, arrays, implementations=None):
+    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64.
+
+    With `implementations`, the op takes the argument `implementation=`. One program computes all of them.
+    """
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
-    assert_close(value_and_gradients(op)(arrays, cotangents), expected, "float32")
+    ops = {name: functools.partial(op, implementation=name) for name in implementations or ()} or {"op": op}
+    run = jax.jit(lambda *arrays: [value_and_gradients(op)(*arrays) for op in ops.values()])
+    for name, found in zip(ops, run(arrays, cotangents), strict=True):
+        assert_close(found, expected, "float32", str(name))
 
 
 def numerical_gradients(op, arrays, cotangents, step):
@@ -155,9 +165,7 @@ def on_the_cpu():
 
 def in_float64(function, *arguments):
     with jax.enable_x64(True), on_the_cpu():
-        return function(
-            *jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments)
-        )
+        return function(*jax.tree.map(lambda a: put(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments))
 
 
 # ------------------------------------------------------------------------------------------------- entries of the table
@@ -200,7 +208,7 @@ def _draw(argument, random, batch, dtype):
             x = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
         if argument.positive:
             x = np.abs(x) + 0.5
-    return jnp.asarray(x.astype(struct.dtype))
+    return put(x.astype(struct.dtype))
 
 
 @functools.cache

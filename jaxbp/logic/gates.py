@@ -6,6 +6,7 @@ function to numbers between 0 and 1 by `y = c0 + c1 a + c2 b + c3 ab`, which equ
 is a mixture of the 16 functions, and has the same form. Hardening replaces a mixture by its most probable function.
 """
 
+import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -157,8 +158,14 @@ def harden(
     """
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
-    if not isinstance(logits, jax.core.Tracer) and (count := int(jnp.isnan(logits).any(axis=-1).sum())):
+    if not isinstance(logits, jax.core.Tracer) and (count := int(np.isnan(logits).any(axis=-1).sum())):
         raise ValueError(f"harden: the logits of {count} gates contain NaN; wants logits without NaN")
+    return _harden(logits, parametrization)
+
+
+# Without jit, JAX would compile each operation for every shape.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _harden(logits, parametrization):
     if parametrization == "softmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.uint8)
     row = logits if parametrization == "input_wise" else _times(upcast(logits), WALSH.T)
@@ -169,6 +176,11 @@ def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
     """Return parameters of gates that compute exactly the given functions on bits. This is the inverse of `harden`."""
+    return _hard_logits(gates, parametrization, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _hard_logits(gates, parametrization, dtype):
     row = jnp.asarray(TRUTH_TABLES, dtype)[gates]
     if parametrization == "softmax":
         return jnp.where(gates[..., None] == np.arange(GATES), 0.0, -jnp.inf).astype(dtype)

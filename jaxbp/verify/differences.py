@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbp.verify.derivatives import Arrays, float64
+from jaxbp.verify.derivatives import Arrays, flat, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 """The ratio of successive step sizes, and the largest number of step sizes."""
-AT_ONCE = 256
+AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
+"""The largest number of elements that one call of the program moves, and the largest number of results at one side of
+all these elements."""
 CONVERGED, DIVERGED = 1e-3, 1.5
 """Slopes with two step sizes are equal within the fraction `CONVERGED`. A slope is infinite if each smaller step size
 multiplies it by more than `DIVERGED`."""
@@ -48,44 +50,58 @@ class Differences:
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
-        self._moved, self._eps, self._slopes = moved, eps, jax.jit(self._slopes_of_elements)
+        self._moved, self._eps, self._program = moved, eps, jax.jit(self._results)
 
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
         """Return the slopes with respect to elements of one argument, given their flat `indices` and their steps."""
-        x, size, found = values[argument].ravel()[indices], min(AT_ONCE, values[argument].size), []
-        masks = [np.float64(i == argument) for i in range(len(values))]
+        sizes, c = [a.size for a in values], flat(cotangents)
+        # All arguments share the program, so the number of elements depends on none of them.
+        at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
+        x, first, found = values[argument].ravel()[indices], sum(sizes[:argument]), []
+
+        def results(*points):
+            count = len(points[0])
+            padded = (np.resize(a, 2 * at_once) for a in points)
+            return np.asarray(self._program(list(values), count, *padded))[:count]
+
         with float64():
-            for start in range(0, len(indices), AT_ONCE):
-                call = (np.resize(a[start : start + AT_ONCE], size) for a in (indices, x, x + steps, x - steps))
-                slopes = self._slopes(list(values), list(cotangents), masks, *call)
-                found.append(np.stack(slopes)[:, : len(indices) - start])
+            y = results(np.array([-1]), np.zeros(1))[0]
+            for start in range(0, len(indices), at_once):
+                part = slice(start, start + at_once)
+                upper, lower = x[part] + steps[part], x[part] - steps[part]
+                moved = results(np.repeat(first + indices[part], 2), np.stack([upper, lower], axis=1).ravel())
+                found.append(self._slopes(c, y, moved[::2], moved[1::2], x[part], upper, lower))
         return Slopes(*np.concatenate(found, axis=1))
 
-    def _slopes_of_elements(self, values, cotangents, masks, *elements):
-        results = lambda moved: jnp.concatenate([y.ravel() for y in self._moved(tuple(moved), tuple(values))])  # noqa: E731
-        c, y = jnp.concatenate([c.ravel() for c in cotangents]), results(values)
-        largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0.0), initial=0.0)
+    def _results(self, values, count, indices, numbers):
+        """Return the results at the first `count` points, one row per point.
 
-        def with_element(index, value):
-            # The moved argument is selected by masks, so that one compiled program serves all arguments.
-            return [
-                jnp.where(mask, a.ravel().at[index].set(value).reshape(a.shape), a) if a.size else a
-                for a, mask in zip(values, masks, strict=True)
-            ]
+        At each point, one element of the arguments has another number. An index counts the elements of all arguments.
+        """
 
-        def slopes(of):
-            index, x, upper, lower = of
-            y_upper, y_lower = (results(with_element(index, value)) for value in (upper, lower))
-            rounding = 8 * self._eps * largest / (upper - lower)
-            noise = rounding * jnp.sum(jnp.where(y_upper != y_lower, jnp.abs(c), 0.0))
-            right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
-            low, high = jnp.sum(jnp.minimum(left, right)), jnp.sum(jnp.maximum(left, right))
-            central = c @ (y_upper - y_lower) / (upper - lower)
-            return central, low, high, jnp.sum(right), jnp.sum(left), noise, rounding * jnp.sum(jnp.abs(c))
+        def results(index, number):
+            first, moved = 0, []
+            for a in values:
+                here = first + jnp.arange(a.size).reshape(a.shape) == index
+                moved.append(jnp.where(here, number, a))
+                first += a.size
+            return jnp.concatenate([y.ravel() for y in self._moved(tuple(moved), tuple(values))])
 
-        return lax.map(slopes, elements)
+        of_one = jax.eval_shape(results, indices[0], numbers[0])
+        rows = jnp.zeros((len(indices), *of_one.shape), of_one.dtype)
+        return lax.fori_loop(0, count, lambda k, rows: rows.at[k].set(results(indices[k], numbers[k])), rows)
+
+    def _slopes(self, c, y, y_upper, y_lower, x, upper, lower):
+        # NumPy computes the slopes, because XLA would compile this arithmetic for every function.
+        x, upper, lower = (a[:, None] for a in (x, upper, lower))
+        rounding = 8 * self._eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0) / (upper - lower)[:, 0]
+        noise = rounding * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
+        right, left = c * (y_upper - y) / (upper - x), c * (y - y_lower) / (x - lower)
+        low, high = np.minimum(left, right).sum(axis=1), np.maximum(left, right).sum(axis=1)
+        central = (y_upper - y_lower) @ c / (upper - lower)[:, 0]
+        return central, low, high, right.sum(axis=1), left.sum(axis=1), noise, rounding * np.sum(np.abs(c))
 
 
 def confirmed(

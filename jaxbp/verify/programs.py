@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxbp.pairing import Implementation
 from jaxbp.verify.arguments import Arguments, bind, is_float
-from jaxbp.verify.derivatives import Arrays, Derivatives, Function, value_and_gradients
+from jaxbp.verify.derivatives import Arrays, Derivatives, Function, in_numpy, value_and_gradients
 
 
 class Programs:
@@ -71,7 +71,7 @@ class Programs:
         if not vmap:
             jitted = jax.jit(run)
             return [_flat(jitted(v, c)) for v, c in zip(values, cotangents, strict=True)]
-        found = _flat(jax.jit(jax.vmap(run))(stack(values), stack(cotangents)))
+        found = in_numpy(_flat(jax.jit(jax.vmap(run))(stack(values), stack(cotangents))))
         return [[a[k] for a in found] for k in range(len(points))]
 
     def with_one_array(self, values: Arrays, cotangents: Arrays, same: Sequence[int]) -> tuple[list[Any], Any]:

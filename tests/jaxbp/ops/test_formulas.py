@@ -109,7 +109,7 @@ def test_autodiff_matches_finite_differences(family):
     """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         at, direction = drawn_family(family, "float64"), directions(family, "float64")
-        run = compiled_family(family, "autodiff")
+        run = compiled_family(family, "autodiff", public=True)  # the program of `family_reference`
         here, ahead, behind = (run(moved(at, direction, by)) for by in (0, 1e-5, -1e-5))
         for name, (_, cotangents) in at.items():
             difference = (dot(cotangents, ahead[name][0]) - dot(cotangents, behind[name][0])) / 2e-5

@@ -5,21 +5,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, compare_with_twin, every_implementation, formulas, normal
+from helpers import assert_close, compare_with_twin, formulas, normal
 
 import jaxbp
+from jaxbp.pairing import IMPLEMENTATIONS
 
 NWC = ("NWC", "WIO", "NWC")
 
 
-@every_implementation
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", "VALID", "CAUSAL", 1, ((2, 1),)], ids=str)
-def test_conv1d_is_flax_conv(padding, implementation):
+def test_conv1d_is_flax_conv(padding):
     x, w, b = normal((2, 7, 3), (3, 3, 4), (4,))
     layer = flax.linen.Conv(4, 3, strides=2, padding=padding)
     twin = lambda x, w, b: layer.apply({"params": {"kernel": w, "bias": b}}, x)  # noqa: E731
-    options = dict(stride=2, padding=padding, dimension_numbers=NWC, implementation=implementation)
-    compare_with_twin(functools.partial(jaxbp.conv1d, **options), twin, (x, w, b))
+    ours = functools.partial(jaxbp.conv1d, stride=2, padding=padding, dimension_numbers=NWC)
+    compare_with_twin(ours, twin, (x, w, b), IMPLEMENTATIONS)
 
 
 @formulas

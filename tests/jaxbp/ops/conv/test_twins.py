@@ -30,6 +30,7 @@ import jaxbp
 from jaxbp.pairing import IMPLEMENTATIONS
 
 NHWC, NWC = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
+FORMULAS = ("xla", "autodiff", None)
 PADDINGS = ["SAME", "SAME_LOWER", "VALID", ((1, 0), (0, 2))]
 
 
@@ -42,31 +43,30 @@ def distinct(*shape):
 # -------------------------------------------------------------------------------------------------------- convolutions
 
 
-@every_implementation
 @pytest.mark.parametrize(
     ("layout", "padding"),
     [*((NHWC, padding) for padding in PADDINGS), (None, PADDINGS[-1]), (("HWNC", "OHWI", "NCHW"), "SAME")],
     ids=str,
 )
-def test_conv2d_is_conv_general_dilated(layout, padding, implementation):
+def test_conv2d_is_conv_general_dilated(layout, padding):
     arrays = _in_layout(layout or ("NCHW", "OIHW"), *normal((2, 2, 6, 7), (3, 2, 3, 2)))
     common = dict(padding=padding, dimension_numbers=layout)
-    ours = functools.partial(jaxbp.conv2d, stride=(1, 2), implementation=implementation, **common)
-    compare_with_twin(ours, lambda x, w: lax.conv_general_dilated(x, w, (1, 2), **common), arrays)
+    ours = functools.partial(jaxbp.conv2d, stride=(1, 2), **common)
+    twin = lambda x, w: lax.conv_general_dilated(x, w, (1, 2), **common)  # noqa: E731
+    compare_with_twin(ours, twin, arrays, IMPLEMENTATIONS)
 
 
 def _in_layout(layout, x, w):
     return x.transpose(*map("NCHW".index, layout[0])), w.transpose(*map("OIHW".index, layout[1]))
 
 
-@formulas
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", ((3, 1), (0, 2))], ids=str)
-def test_dilated_conv2d_in_groups_is_conv_general_dilated(padding, implementation):
+def test_dilated_conv2d_in_groups_is_conv_general_dilated(padding):
     x, w = normal((2, 6, 7, 4), (3, 2, 2, 6))
     common = dict(padding=padding, dimension_numbers=NHWC)
-    ours = functools.partial(jaxbp.conv2d, dilation=(2, 1), groups=2, implementation=implementation, **common)
+    ours = functools.partial(jaxbp.conv2d, dilation=(2, 1), groups=2, **common)
     twin = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), rhs_dilation=(2, 1), feature_group_count=2, **common)  # noqa: E731
-    compare_with_twin(ours, twin, (x, w))
+    compare_with_twin(ours, twin, (x, w), FORMULAS)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -87,23 +87,20 @@ def test_public_backwards_of_conv2d_take_the_layout(implementation):
 # --------------------------------------------------------------------------------------------------------------- pools
 
 
-@every_implementation
 @pytest.mark.parametrize("padding", PADDINGS, ids=str)
-def test_max_pool2d_is_flax_max_pool(padding, implementation):
-    options = dict(padding=padding, channel_axis=-1, implementation=implementation)
-    ours = functools.partial(jaxbp.max_pool2d, window=(3, 3), stride=(2, 1), **options)
-    compare_with_twin(ours, lambda x: flax.linen.max_pool(x, (3, 3), (2, 1), padding), (distinct(2, 6, 7, 2),))
+def test_max_pool2d_is_flax_max_pool(padding):
+    ours = functools.partial(jaxbp.max_pool2d, window=(3, 3), stride=(2, 1), padding=padding, channel_axis=-1)
+    twin = lambda x: flax.linen.max_pool(x, (3, 3), (2, 1), padding)  # noqa: E731
+    compare_with_twin(ours, twin, (distinct(2, 6, 7, 2),), IMPLEMENTATIONS)
 
 
-@every_implementation
 @pytest.mark.parametrize("count_include_pad", [True, False])
 @pytest.mark.parametrize("padding", PADDINGS, ids=str)
-def test_avg_pool2d_is_flax_avg_pool(padding, count_include_pad, implementation):
+def test_avg_pool2d_is_flax_avg_pool(padding, count_include_pad):
     options = dict(count_include_pad=count_include_pad, padding=padding)
-    ours = functools.partial(
-        jaxbp.avg_pool2d, window=(3, 3), stride=(2, 1), channel_axis=-1, implementation=implementation, **options
-    )
-    compare_with_twin(ours, lambda x: flax.linen.avg_pool(x, (3, 3), (2, 1), **options), normal((2, 6, 7, 2)))
+    ours = functools.partial(jaxbp.avg_pool2d, window=(3, 3), stride=(2, 1), channel_axis=-1, **options)
+    twin = lambda x: flax.linen.avg_pool(x, (3, 3), (2, 1), **options)  # noqa: E731
+    compare_with_twin(ours, twin, normal((2, 6, 7, 2)), IMPLEMENTATIONS)
 
 
 @formulas
