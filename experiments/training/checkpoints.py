@@ -222,7 +222,10 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
         saved, expected = (_described(leaves.get(name)) for leaves in (arrays, wanted))
         if saved != expected:
             differs = f"{name}: saved {saved}, now {expected}"
-            raise BrokenRun(f"the checkpoint is of another model or optimizer than this version builds ({differs})")
+            raise BrokenRun(
+                f"the checkpoint has another model or optimizer than this version of jaxbp builds ({differs}); "
+                "wants the version that wrote the checkpoint"
+            )
 
 
 def _named(state: PyTree) -> dict[str, Any]:

@@ -227,7 +227,10 @@ def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:
-        raise BrokenRun(f"{checkpoint.path} has other metrics than this version of jaxbp ({error})") from None
+        raise BrokenRun(
+            f"the metrics of {checkpoint.path} have other fields than this version of jaxbp writes ({error}); "
+            "wants the version that wrote them"
+        ) from None
     if [line.epoch for line in metrics] != list(range(1, checkpoint.epoch + 1)):
         raise BrokenRun(f"{checkpoint.path} lacks the metrics of an epoch from 1 to {checkpoint.epoch}")
     return metrics
