@@ -1,8 +1,7 @@
 """Embedding: each index selects a row of a table. The backward sums the gradients of each row, without atomics.
 
-The backward sorts the indices stably, and adds the gradients of equal indices in a fixed order. Therefore, two calls
-with equal arguments give the same bits. In this file, a token is one element of the indices, and a run is a sequence of
-sorted tokens with the same row of the table.
+The backward sorts the indices stably and adds equal indices' gradients in a fixed order, so that equal calls give equal
+bits. Here, a token is one element of the indices. A run is a sequence of sorted tokens with the same row of the table.
 """
 
 import math
@@ -73,14 +72,14 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the sum at the end of a run is complete. The other sums get a row out of range, so that `set` drops them.
+    # Only the sum at the end of a run is complete. `set` drops the other sums, whose row is out of range.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the gradients of `_sums_of_runs` by JAX's scatter, which JAX can differentiate again."""
+    """Compute `_sums_of_runs` by JAX's scatter, which JAX can differentiate again."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
@@ -105,8 +104,8 @@ def _unsupported(indices, table, *, num_embeddings):
 
 
 KERNEL_EMBEDDINGS = 4096
-"""On GPUs, the kernel is the default for tables of at least this number of embeddings, if there are at most four tokens
-per embedding. For a small table with many tokens, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
+"""On GPUs, the kernel is the default from this number of embeddings on, for at most four tokens per embedding. In other
+cases, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
@@ -138,14 +137,13 @@ def embedding(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch features"]:
-    """Embedding, `y = table[indices]`: one row of the table per index.
+    """Embedding, `y = table[indices]`.
 
     As in `jax.numpy.take`, a negative index counts from the end, and an index outside
     `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient.
 
     Args:
-      indices: integers.
-      table: one row per embedding. The kernel supports float32, bfloat16, and float16.
+      table: the kernel supports float32, bfloat16, and float16.
       implementation: None for the fastest.
 
     Returns:
@@ -171,15 +169,14 @@ def embedding_backward(
     """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
     Args:
-      dy: gradient with respect to y.
-      table: as in `embedding`. Only its shape and dtype are used.
+      table: only its shape and dtype are used.
       implementation: None for the fastest. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
-        sums in dy's dtype. On a GPU, it sums with atomics, so the order varies.
+        sums in dy's dtype, and on a GPU with atomics, so that the order varies.
 
     Returns:
       dtable, in the dtype of the table. Rows that no index selects are 0.
 
-    The errors are as in `embedding`.
+    Other arguments and errors are as in `embedding`.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

@@ -65,8 +65,6 @@ def linear(
     """Dense layer, `y = x wᵀ + b`.
 
     Args:
-      x, w: inputs and weights.
-      b: bias, or None for no bias.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
         (`precision="highest"`), for which it runs kernels.
@@ -92,15 +90,15 @@ def linear_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`. dw and db are summed over all leading axes.
+    """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
     Args:
       dy: gradient with respect to y.
       Other arguments and errors: as in `linear`.
 
     Returns:
-      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32. Only
-      "autodiff" sums db in the half precision.
+      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32, except
+      that `implementation="autodiff"` sums db in half precision.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

@@ -1,9 +1,8 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-Results have the dtype to which `jax.numpy` promotes the arguments. With `implementation=None`, the fastest
-implementation runs. "pallas" calls cuBLAS, except for products in exact float32 (`precision="highest"`). `precision` is
-as in `jax.lax.dot`. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a
-TypeError or a ValueError.
+Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except for
+products in exact float32 (`precision="highest"`). `precision` is as in `jax.lax.dot`. In every backward, `dy` is the
+gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -54,8 +53,7 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return a and b as stacks of matrices of equal ndim. If a is a vector, it becomes a row. A vector b becomes a
-    column."""
+    """Return a and b as stacks of matrices of equal ndim. A vector a becomes a row, and a vector b a column."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -143,10 +141,9 @@ def matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch rows columns"]:
-    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each index of the batch axes. The batch axes of a and b broadcast.
+    """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each index of the batch axes, which broadcast.
 
-    If a is a vector, it is treated as a matrix with one row, and the result has no axis of rows. If b is a vector, it
-    is treated as a matrix with one column, and the result has no axis of columns.
+    A vector a is treated as a row, and a vector b as a column. The result has no axis for that row or column.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -159,8 +156,7 @@ def matmul_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch_a rows inner"], Float[Array, "*batch_b inner columns"]]:
-    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`. da is summed over the axes along which a is broadcast, and
-    db over the axes along which b is broadcast."""
+    """Gradients of `matmul`: `da = dy bᵀ`, `db = aᵀ dy`, summed over the axes along which a or b is broadcast."""
     return _product_of(_MATMUL.vjp, implementation, precision, dy=dy, a=a, b=b)
 
 
@@ -188,7 +184,7 @@ def dot_backward(
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
     """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
 
-    da is a sum over all axes of b except `inner`. db is a sum over all axes of a except `inner`. For vectors,
+    da is a sum over all axes of b except `inner`, and db over all axes of a except `inner`. For vectors,
     `da = dy b` and `db = a dy`.
     """
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
@@ -220,7 +216,7 @@ def transpose(
 ) -> Float[Array, "*permuted"]:
     """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed.
 
-    "pallas" uses XLA's transpose.
+    `implementation="pallas"` uses XLA's transpose.
     """
     (a,) = checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)

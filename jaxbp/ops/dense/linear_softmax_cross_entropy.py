@@ -1,9 +1,9 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-The logits are never stored as a whole if they are large. A scan computes the logits of one chunk of the examples (rows
-of x) at a time. With the reductions "mean" and "sum", the forward under differentiation also computes the gradients, in
-three matrix products in total. The backward multiplies these gradients by one number. With the reduction None, each
-loss has its own cotangent, so the backward computes the logits again, which is a fourth product.
+Large logits are never stored as a whole. A scan computes them for one chunk of the rows of x at a time. With the
+reductions "mean" and "sum", the forward under differentiation also computes the gradients, in three matrix products in
+total, and the backward multiplies them by one number. With the reduction None, each loss has a separate cotangent.
+The backward then computes the logits again, in a fourth product.
 """
 
 import functools
@@ -29,15 +29,15 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""If all logits together have at most this number of bytes, they are one chunk. Otherwise, a chunk has at most half of
-this size, because the sums of the weights' gradients over chunks need memory, too."""
+"""Logits of at most this size are one chunk. Larger logits are divided into chunks of at most half of this size, because
+the sums of the weights' gradients over chunks need memory, too."""
 ROWS_MULTIPLE = 128
-"""The number of rows of a tile of the tensor cores. A chunk with more rows has a multiple of this number of rows."""
+"""The rows per tile of the tensor cores. A chunk with more rows has a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
-"""For the kernels, classes are padded to a multiple of this number, so that a load reads a vector of logits."""
+"""The kernels load vectors of logits, so classes are padded to a multiple of this number."""
 KERNEL_CLASSES = 1024
-"""On GPUs, the kernels are the default for at least this number of classes, because they were faster than the formulas
-there (docs/lab/2026-11-26-large-vocabulary.md)."""
+"""On GPUs, the kernels are the default from this number of classes on. Below, the formulas were faster
+(docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -283,19 +283,14 @@ def linear_softmax_cross_entropy(
     """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
     `z = x wᵀ + b`.
 
-    y_k is the weight of class k (see label_smoothing). If the logits z are large, only "autodiff" stores all of them.
+    y_k is the weight of class k (see label_smoothing). Only `implementation="autodiff"` stores large logits z as a whole.
 
     Args:
-      x, w: inputs and weights.
       labels: one class per row of x, in [0, classes).
-      b: bias, or None.
-      where: which rows are kept, or None for all. Other rows add nothing to the loss, and have the gradient 0, even if
-        they are NaN.
+      where: which rows are kept, or None for all. Other rows have the loss and the gradient 0, even if they are NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
-      z_loss: the factor in the formula.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
-      reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0. The loss of
-        a row that is not kept is 0.
+      reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS for the products. On a mesh, "pallas" runs "xla".
 
@@ -303,9 +298,8 @@ def linear_softmax_cross_entropy(
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
       kept row has a label that is not a class.
 
-    The gradient of w is summed in float32 or wider and rounded once to w's dtype. With "mean" or "sum", the backward
-    multiplies this gradient by a number. The product is rounded again if the cotangent of the loss is not 1, and for
-    "mean" in float16.
+    The gradient of w is summed in float32 or wider and rounded once to w's dtype. With the reductions "mean" and "sum",
+    it is rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
       TypeError: a type or dtype is wrong.
@@ -341,7 +335,7 @@ def linear_softmax_cross_entropy_backward(
     `1 - (z / softcap)²`. With "mean", dz is divided by the number of kept rows.
 
     Args:
-      dy: gradient with respect to the loss: one number, or one per row if the reduction is None.
+      dy: one number, or one per row if the reduction is None.
       Other arguments and errors: as in `linear_softmax_cross_entropy`.
 
     Returns:

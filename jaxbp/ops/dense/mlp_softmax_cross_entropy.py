@@ -1,11 +1,8 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
-The type of the residuals selects the backward:
-
-- `Rows`: the backward is the formula.
-- `WideRows`: the backward calls a kernel.
-- `WideRowsAndGradients`, for small batches: the forward kernel also computes the gradient of each loss, and the
-  backward kernel multiplies this gradient by dy.
+The type of the residuals selects the backward: the formula for `Rows`, and a kernel for `WideRows`. For small batches,
+the forward kernel also computes the gradient of each loss, and the backward kernel multiplies it by dy
+(`WideRowsAndGradients`).
 """
 
 import functools
@@ -36,7 +33,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula. `hidden` has the outputs of each hidden layer, one row per example."""
+    """Residuals of the formula. `hidden` has the outputs of each hidden layer."""
 
     x: Array
     labels: Array
@@ -221,7 +218,6 @@ def _gradients_of_wide_rows(dy, saved, *, precision):
 
 
 def _lanes(x, labels, weights):
-    """Return x and the labels with the batch as the last axis. The features of x are padded as the kernels need."""
     return batch_last(_fill(x, row_widths(_sizes(weights))[0])), batch_last(labels)
 
 
@@ -263,14 +259,13 @@ def mlp_softmax_cross_entropy(
 ) -> Float[Array, "*batch"]:
     """Cross-entropy of the outputs of dense layers with ReLU between the layers, one loss per example.
 
-    The losses are `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
+    Each loss is `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
       labels: one class per example, in [0, classes).
-      layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer. The
-        outputs of the last layer are the logits.
+      layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. The kernels of "pallas" run on compute capability 9.0, in TF32, with layers
+      implementation: None for the fastest. The kernels of "pallas" run on compute capability 9.0, in TF32, for layers
         of up to 256 features. In other cases, "pallas" computes the formula with cuBLAS.
 
     Returns:
@@ -292,8 +287,8 @@ def mlp_softmax_cross_entropy_with_classes(
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
     """Return the losses of `mlp_softmax_cross_entropy`, and for each example the class with the largest logit.
 
-    If several logits are the largest, the first of their classes is returned. The classes are int32. Arguments and
-    errors are as in `mlp_softmax_cross_entropy`.
+    Of several largest logits, the first gives the class. The classes are int32. Arguments and errors are as in
+    `mlp_softmax_cross_entropy`.
     """
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
@@ -308,9 +303,8 @@ def mlp_softmax_cross_entropy_backward(
 ) -> tuple[Array, ...]:
     """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
 
-    Let h be a layer's inputs, and dz the gradient with respect to `z = h wᵀ + b`. At the last layer,
-    `dz = dy (softmax(logits) - onehot(label))`. Every layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The
-    preceding layer has `dz = dh` where `h > 0`, else 0.
+    Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
+    layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
 
     Args:
       dy: gradient with respect to each loss.

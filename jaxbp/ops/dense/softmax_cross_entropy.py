@@ -47,15 +47,13 @@ def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
 
 
 def _examples(where, logits):
-    """Return a mask of the examples that `where` includes. An example without any included class is excluded."""
+    """Return a mask of the examples with an included class."""
     return jnp.any(where, axis=-1) if where is not None and where.ndim == logits.ndim else where
 
 
 def _included(logits, labels, where):
-    """Return logits and labels after exclusion. Excluded examples become 0. An excluded class gets the logit -inf.
-
-    The weight of an excluded class becomes 0. An integer label that is an excluded class becomes invalid.
-    """
+    """Exclude examples and classes from logits and labels. Excluded examples become 0. An excluded class gets the logit
+    -inf and the weight 0. An integer label that is an excluded class becomes invalid."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -70,7 +68,7 @@ def _included(logits, labels, where):
 
 
 def _uniform(where, logits, label_smoothing):
-    """Return the weight that label smoothing adds to each class. It adds nothing to classes that `where` excludes."""
+    """Return the weight that label smoothing adds to each class that `where` includes."""
     if where is None or where.ndim < logits.ndim:
         return label_smoothing / logits.shape[-1]
     where = jnp.broadcast_to(where, logits.shape)
@@ -223,19 +221,18 @@ def softmax_cross_entropy(
 ) -> Losses:
     """Softmax and cross-entropy, `loss = Σ_k y_k (logsumexp(logits) - logits_k)`, one loss per example.
 
-    y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`. No exponential overflows.
+    y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`.
 
     Args:
-      labels: one class per example (integers in [0, classes)), or one weight y per class and example. For an integer
-        label, y is 1 for the label and 0 for other classes. Weights are differentiable and need not sum to 1. A class
-        with weight 0 and a logit of -inf adds nothing to the loss, and has the gradient 0.
+      labels: integers in [0, classes), one per example, for which y is one-hot; or y, one weight per class and example.
+        Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
+        loss, and has the gradient 0.
       axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is a row-major
-        index over these axes, in the order in which `axis` lists them.
-      where: one boolean per example, or one per class and example; None includes all. An excluded example has the loss
-        and the gradient 0, even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
+        index over these axes, in the order of `axis`.
+      where: one boolean per example, or one per class and example. An excluded example has the loss and the gradient 0,
+        even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
         `classes` counts the included classes.
-      z_loss: a number of at least 0.
       implementation: None for the fastest. "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
         per class.
 
@@ -322,7 +319,6 @@ def _check(op, axis, *, logits, labels, where, **dy):
 
 
 def _classes_last(a, axes):
-    """Return the array with `axes` moved to the end and combined into one axis."""
     if axes == (a.ndim - 1,):
         return a
     a = jnp.moveaxis(a, axes, range(-len(axes), 0))
@@ -330,7 +326,6 @@ def _classes_last(a, axes):
 
 
 def _to_axes(a, axes, shape):
-    """Undo `_classes_last`, given the original shape."""
     if axes == (len(shape) - 1,):
         return a
     a = a.reshape(*a.shape[:-1], *(shape[i] for i in axes))
