@@ -1,7 +1,7 @@
 """Embedding: each index selects a row of a table. The backward sums the gradients of each row, without atomics.
 
-The backward sorts the indices stably and adds equal indices' gradients in a fixed order, so that equal calls give equal
-bits. Here, a token is one element of the indices. A run is a sequence of sorted tokens with the same row of the table.
+The backward sorts the indices stably and adds the gradients of equal indices in a fixed order. Equal calls therefore
+give equal bits. A token is one element of the indices. A run is a sequence of sorted tokens with the same table row.
 """
 
 import math
@@ -79,7 +79,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute `_sums_of_runs` by JAX's scatter, which JAX can differentiate again."""
+    """Compute `_sums_of_runs` by JAX's scatter, which is differentiable."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
@@ -104,8 +104,8 @@ def _unsupported(indices, table, *, num_embeddings):
 
 
 KERNEL_EMBEDDINGS = 4096
-"""On GPUs, the kernel is the default from this number of embeddings on, for at most four tokens per embedding. In other
-cases, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
+"""On GPUs, the kernel is the default for at least this number of embeddings and at most four tokens per embedding.
+Otherwise, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
@@ -140,18 +140,14 @@ def embedding(
     """Embedding, `y = table[indices]`.
 
     As in `jax.numpy.take`, a negative index counts from the end, and an index outside
-    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient.
-
-    Args:
-      table: the kernel supports float32, bfloat16, and float16.
-      implementation: None for the fastest.
+    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel
+    supports tables in float32, bfloat16, and float16.
 
     Returns:
       y, in the table's dtype.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """
@@ -166,7 +162,7 @@ def embedding_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "num_embeddings features"]:
-    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
+    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, summed over every i for which index i selects row k.
 
     Args:
       table: only its shape and dtype are used.

@@ -73,8 +73,7 @@ def linear(
       y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -92,13 +91,11 @@ def linear_backward(
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
-    Args:
-      dy: gradient with respect to y.
-      Other arguments and errors: as in `linear`.
-
     Returns:
       (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32, except
       that `implementation="autodiff"` sums db in half precision.
+
+    Arguments and errors are as in `linear`.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

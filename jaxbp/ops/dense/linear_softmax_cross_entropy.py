@@ -1,8 +1,8 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-Large logits are never stored as a whole. A scan computes them for one chunk of the rows of x at a time. With the
-reductions "mean" and "sum", the forward under differentiation also computes the gradients, in three matrix products in
-total, and the backward multiplies them by one number. With the reduction None, each loss has a separate cotangent.
+Large logits are never stored as a whole. A scan computes them for one chunk of the rows of x at a time. If the argument
+`reduction` is "mean" or "sum", the forward under differentiation also computes the gradients, in three matrix products
+in total, and the backward multiplies them by one number. If `reduction` is None, each loss has a separate cotangent.
 The backward then computes the logits again, in a fourth product.
 """
 
@@ -29,15 +29,14 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""Logits of at most this size are one chunk. Larger logits are divided into chunks of at most half of this size, because
-the sums of the weights' gradients over chunks need memory, too."""
+"""Logits of at most this size are one chunk. Larger logits have chunks of at most half of this size, because the sums
+of the weights' gradients over chunks need memory, too."""
 ROWS_MULTIPLE = 128
-"""The rows per tile of the tensor cores. A chunk with more rows has a multiple of this number of rows."""
+"""Rows per tile of the tensor cores. The number of rows of a larger chunk is a multiple."""
 COLUMNS_MULTIPLE = 256
 """The kernels load vectors of logits, so classes are padded to a multiple of this number."""
 KERNEL_CLASSES = 1024
-"""On GPUs, the kernels are the default from this number of classes on. Below, the formulas were faster
-(docs/lab/2026-11-26-large-vocabulary.md)."""
+"""On GPUs, the kernels are the default from this number of classes on (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
@@ -47,8 +46,8 @@ KERNEL_CLASSES = 1024
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
-    # The logit of the label is found by a sum. On a mesh that divides the classes, a sum is an all-reduce, but a gather
-    # would need all logits.
+    # The sum finds the label's logit. On a mesh that divides the classes, it is an all-reduce, but a gather would need
+    # all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
     return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
@@ -118,7 +117,6 @@ def _rows_of(x, labels, where):
 
 
 def _chunk_rows(rows, w):
-    """Return the number of rows per chunk, or None for one chunk."""
     row_bytes = len(w) * w.dtype.itemsize
     most = max(1, CHUNK_BYTES // 2 // row_bytes)
     most -= most % ROWS_MULTIPLE if most > ROWS_MULTIPLE else 0
@@ -132,8 +130,8 @@ def _chunk_rows(rows, w):
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
-    # Chunk i takes the rows whose index is i modulo the number of chunks, so that on a mesh, each device has a part of
-    # every chunk. Rows of zeros, which are not kept, fill the chunks.
+    # Chunk i takes the rows whose index is i modulo the number of chunks. On a mesh, each device then has a part of every
+    # chunk. Rows of zeros, which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -206,7 +204,7 @@ def _save(x, w, labels, b, where, *, reduction, **options):
     rows, labels, kept = _rows_of(x, labels, where)
     dtype = wide(x.dtype)
     count = _count(kept).astype(dtype) if reduction == "mean" else jnp.ones((), dtype)
-    # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could be too small, so the
+    # Dividing dy by the count here saves a pass over the gradients. In float16, the quotient could underflow, so the
     # backward divides.
     divided_early = x.dtype != jnp.float16
     dy = jnp.full(labels.shape, 1 / count if divided_early else 1.0, dtype)
@@ -233,7 +231,7 @@ _CHUNKED = Pair(_forward, {"xla": _backward}, save=_save, name="linear_softmax_c
 
 
 def _with_kernel(arrays, implementation):
-    # XLA can partition the formula over a mesh. The kernel would need all classes on each device, so it does not run.
+    # XLA can partition the formula over a mesh. The kernel would need all classes on each device.
     return implementation == "pallas" and mesh_of(arrays) is None
 
 
@@ -283,10 +281,10 @@ def linear_softmax_cross_entropy(
     """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
     `z = x wᵀ + b`.
 
-    y_k is the weight of class k (see label_smoothing). Only `implementation="autodiff"` stores large logits z as a whole.
+    y_k is the weight of class k (see label_smoothing). Only `implementation="autodiff"` stores all logits z.
 
     Args:
-      labels: one class per row of x, in [0, classes).
+      labels: integers in [0, classes).
       where: which rows are kept, or None for all. Other rows have the loss and the gradient 0, even if they are NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
@@ -296,14 +294,11 @@ def linear_softmax_cross_entropy(
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
-      kept row has a label that is not a class.
-
-    The gradient of w is summed in float32 or wider and rounded once to w's dtype. With the reductions "mean" and "sum",
-    it is rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
+      kept row has a label that is not a class. The gradient of w is summed in float32 or wider and rounded once to w's
+      dtype. With a reduction, it is rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """
@@ -332,7 +327,7 @@ def linear_softmax_cross_entropy_backward(
     `dz = dy (softmax(z) (1 + 2 z_loss logsumexp(z)) - y)`.
 
     z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by
-    `1 - (z / softcap)²`. With "mean", dz is divided by the number of kept rows.
+    `1 - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
 
     Args:
       dy: one number, or one per row if the reduction is None.

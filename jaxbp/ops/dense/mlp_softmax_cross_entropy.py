@@ -1,8 +1,7 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
-The type of the residuals selects the backward: the formula for `Rows`, and a kernel for `WideRows`. For small batches,
-the forward kernel also computes the gradient of each loss, and the backward kernel multiplies it by dy
-(`WideRowsAndGradients`).
+The type of the residuals selects the backward: the formula for `Rows`, a kernel for `WideRows`. For small batches, the
+forward kernel also computes each loss's gradient (`WideRowsAndGradients`), and the backward kernel multiplies it by dy.
 """
 
 import functools
@@ -33,7 +32,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula. `hidden` has the outputs of each hidden layer."""
+    """Residuals of the formula."""
 
     x: Array
     labels: Array
@@ -108,7 +107,7 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals with the gradients of each loss, which the backward multiplies by dy. `weights` gives only shapes."""
+    """Residuals with the gradients of each loss. `weights` gives only shapes."""
 
     # If a label is not a class, its example's gradients are 0. The backward multiplies them by `dy_of_valid`, NaN or 0.
 
@@ -148,7 +147,7 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that calls `kernel` on a GPU, else `formula`. JAX differentiates it through `formula`."""
+    """Return a function that calls `kernel` on a GPU, else `formula`, and that JAX differentiates as `formula`."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
@@ -262,15 +261,15 @@ def mlp_softmax_cross_entropy(
     Each loss is `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
-      labels: one class per example, in [0, classes).
+      labels: integers in [0, classes).
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. The kernels of "pallas" run on compute capability 9.0, in TF32, for layers
-        of up to 256 features. In other cases, "pallas" computes the formula with cuBLAS.
+      implementation: None for the fastest. "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up
+        to 256 features. In other cases, it computes the formula with cuBLAS.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes x and the layers. If a label is not a class, its loss is
-      NaN. The loss's gradients are NaN, too, or 0 if dy is 0.
+      The losses, in the dtype to which `jax.numpy` promotes x and the layers. A label that is not a class has the loss
+      NaN. The gradients of this loss are NaN, too, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
@@ -285,10 +284,9 @@ def mlp_softmax_cross_entropy_with_classes(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
-    """Return the losses of `mlp_softmax_cross_entropy`, and for each example the class with the largest logit.
+    """Return the losses of `mlp_softmax_cross_entropy`, and for each example the class with the largest logit, int32.
 
-    Of several largest logits, the first gives the class. The classes are int32. Arguments and errors are as in
-    `mlp_softmax_cross_entropy`.
+    Of equal logits, the first counts. Arguments and errors are as in `mlp_softmax_cross_entropy`.
     """
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
@@ -306,12 +304,10 @@ def mlp_softmax_cross_entropy_backward(
     Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
     layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
 
-    Args:
-      dy: gradient with respect to each loss.
-      Other arguments and errors: as in `mlp_softmax_cross_entropy`.
-
     Returns:
       (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
+
+    Arguments and errors are as in `mlp_softmax_cross_entropy`.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

@@ -47,13 +47,12 @@ def losses(logits, labels, where=None, *, label_smoothing=0.0, z_loss=0.0):
 
 
 def _examples(where, logits):
-    """Return a mask of the examples with an included class."""
     return jnp.any(where, axis=-1) if where is not None and where.ndim == logits.ndim else where
 
 
 def _included(logits, labels, where):
-    """Exclude examples and classes from logits and labels. Excluded examples become 0. An excluded class gets the logit
-    -inf and the weight 0. An integer label that is an excluded class becomes invalid."""
+    """Replace excluded examples by 0. Give excluded classes the logit -inf and the weight 0. Make an integer label
+    invalid if it is an excluded class."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -68,7 +67,6 @@ def _included(logits, labels, where):
 
 
 def _uniform(where, logits, label_smoothing):
-    """Return the weight that label smoothing adds to each class that `where` includes."""
     if where is None or where.ndim < logits.ndim:
         return label_smoothing / logits.shape[-1]
     where = jnp.broadcast_to(where, logits.shape)
@@ -91,14 +89,14 @@ def are_valid(labels, classes):
 
 def nan_unless(valid, loss):
     """Return the loss where `valid` is true, and NaN elsewhere. The gradient is NaN there, too, unless dy is 0."""
-    # The derivative multiplies the cotangent by the largest number twice, then by 0. A cotangent of 0 stays 0. Any
-    # other cotangent overflows, and infinity times 0 is NaN.
+    # The derivative multiplies the cotangent by the largest number twice, then by 0. Unless the cotangent is 0, it
+    # overflows, and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where the weight is 0 and the logit is -inf. The loss term of such a class is 0, not 0 times infinity."""
+    """Return where the weight is 0 and the logit is -inf. The loss term is 0 there, not 0 times infinity."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
@@ -132,7 +130,6 @@ def _with_z_loss(value, factor, logits, z_loss):
 
 def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=logits_gradient):
     dlogits = of_logits(dy, logits, labels, where, label_smoothing=label_smoothing, z_loss=z_loss)
-    # Integer labels and masks have no gradient.
     if _is_class(labels):
         return dlogits, None, None
     dy = select(_examples(where, logits), upcast(dy), 0)[..., None]
@@ -143,8 +140,7 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The forward kernel saves the statistics of each row (the largest logit, and the sum of exponentials), so that the
-# backward kernel need not compute them again.
+# The forward kernel saves each row's statistics, the largest logit and the sum of exponentials, for the backward kernel.
 
 
 def _losses_and_statistics(logits, labels):
@@ -202,8 +198,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,
-    # With ten classes on a GPU, the formula needs fewer launches than the kernels, because it has no transposes. On a
-    # CPU, autodiff computes less than the formula, because only the logarithm of the label's class has a gradient.
+    # With ten classes on a GPU, the formula needs no transposes, and so fewer launches than the kernels. On a CPU,
+    # autodiff differentiates only the logarithm of the label's class.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -227,8 +223,8 @@ def softmax_cross_entropy(
       labels: integers in [0, classes), one per example, for which y is one-hot; or y, one weight per class and example.
         Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
         loss, and has the gradient 0.
-      axis: the axis or axes of the classes, or None for all axes. With several axes, an integer label is a row-major
-        index over these axes, in the order of `axis`.
+      axis: the axes of the classes, or None for all. With several axes, an integer label is a row-major index over
+        these axes, in the order of `axis`.
       where: one boolean per example, or one per class and example. An excluded example has the loss and the gradient 0,
         even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
@@ -241,8 +237,7 @@ def softmax_cross_entropy(
       integer label is not an included class, the loss is NaN. Its gradient is NaN, too, or 0 if dy is 0.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et
@@ -268,12 +263,10 @@ def softmax_cross_entropy_backward(
     `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
     `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
-    Args:
-      dy: gradient with respect to each loss.
-      Other arguments and errors: as in `softmax_cross_entropy`.
-
     Returns:
       dlogits, in the dtype of the logits.
+
+    Arguments and errors are as in `softmax_cross_entropy`.
     """
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
