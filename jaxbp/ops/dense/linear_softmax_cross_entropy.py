@@ -130,8 +130,8 @@ def _chunk_rows(rows, w):
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
-    # Chunk i takes the rows whose index is i modulo the number of chunks. On a mesh, each device then has a part of every
-    # chunk. Rows of zeros, which are not kept, fill the chunks.
+    # Chunk i takes the rows whose index is i modulo the number of chunks. On a mesh, each device then has a part of
+    # every chunk. Rows of zeros, which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]

@@ -140,7 +140,7 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The forward kernel saves each row's statistics, the largest logit and the sum of exponentials, for the backward kernel.
+# The forward kernel saves the largest logit and the sum of exponentials of each row for the backward kernel.
 
 
 def _losses_and_statistics(logits, labels):

@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows. A row has one value per cell.
-The coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)`
-per update layer. A kernel is one of several circuits of perception with the same wires.
+A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows, with one value per cell. The
+coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)` per
+update layer. A kernel is one of several circuits of perception with the same wires.
 """
 
 import math
@@ -22,12 +22,10 @@ KEEPS_ROWS = True
 
 
 def enter(state: Array) -> Array:
-    """Convert a state `(batch, height, width, channels)` to this module's layout."""
     return jnp.moveaxis(state, -1, 0)
 
 
 def leave(state: Array, shape: tuple[int, ...]) -> Array:
-    """Convert a state back to `shape`, `(batch, height, width, channels)`."""
     return jnp.moveaxis(state, 0, -1)
 
 
@@ -40,17 +38,15 @@ def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
-    """Return the values that are computed once and used in every tick."""
+    """Return the values that every tick uses."""
     return coefficients, automaton
 
 
 def zeros(prepared: tuple) -> tuple[list, list]:
-    """Return zeros, to which each tick adds its gradients of the coefficients."""
     return tuple([jnp.zeros_like(c) for c in part] for part in prepared[0])
 
 
 def finish(prepared: tuple, total: tuple) -> tuple[list, list]:
-    """Return the gradients of the coefficients, given `total`, the sum of the gradients of all ticks."""
     return total
 
 
@@ -60,7 +56,6 @@ def tick(prepared: tuple, state: Array, fires: Array | None) -> Array:
 
 
 def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the result of `tick`, and the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     seen = _neighbourhood(upcast(state), automaton.periodic)  # (9, channels, batch, height, width)
     rows, read = seen.reshape(seen.shape[0], 1, state.size), ([], [])
@@ -86,7 +81,6 @@ def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fire
 def tick_backward_of_rows(
     prepared: tuple, dnew: Array, total: tuple, read: tuple, fires: Array | None
 ) -> tuple[Array, tuple]:
-    """Return the result of `tick_backward`, given the rows that each layer read."""
     (perceiving, updating), automaton = prepared
     dc, cells = ([], []), math.prod(dnew.shape[1:])
     dy = upcast(dnew if fires is None else jnp.where(fires, dnew, 0)).reshape(automaton.channels, cells)
@@ -111,8 +105,7 @@ def tick_backward_of_rows(
 def in_range(new: Array) -> Array:
     """Clip a state to [0, 1], with derivative 1 everywhere.
 
-    Without clipping, rounding errors would grow without limit. For example, an XNOR gate whose inputs are 1 + e has a
-    value of about 1 + 2e.
+    Without clipping, rounding errors would grow without limit. An XNOR gate of two inputs 1 + e is about 1 + 2e.
     """
     return jnp.clip(new, 0, 1)
 
@@ -129,7 +122,7 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """Return the gradient of `_neighbourhood`: for each cell, the sum over the nine cells that see it."""
+    """Return the gradient of `_neighbourhood`, a sum over the nine cells that see a cell."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

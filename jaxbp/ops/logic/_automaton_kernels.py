@@ -1,10 +1,9 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). The gradient of a
-state is a pair (dseen, dkept). dseen has, for each cell, the terms that this cell adds to the gradients of the nine
-cells that it sees. dkept has all other terms, such as the gradients of cells that kept their state.
-
-A lane computes one gate of a layer. Its gate reads and writes rows of shared memory (`Plan`).
+A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). Each lane computes one
+gate of a layer, which reads and writes rows of shared memory (`Plan`). The gradient of a state is a pair (dseen,
+dkept). dseen has, for each cell, the terms that this cell adds to the gradients of the nine cells that it sees. dkept
+has all other terms, such as the gradients of cells that kept their state.
 """
 
 import dataclasses
@@ -26,8 +25,8 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches the kernels of these ticks as one CUDA graph,
-which is faster than separate launches."""
+"""The number of ticks in the body of a compiled loop. XLA launches their kernels as one CUDA graph, which is faster
+than separate launches."""
 _GATES, _LANES = 0, 1
 """Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
@@ -35,8 +34,7 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For each lane, the indices of the two rows of shared memory that its gate reads, packed into one integer. The
-    rows differ between the forward and the backward."""
+    """For each lane, the two rows of shared memory that its gate reads, packed into one integer."""
 
     forward: Array
     backward: Array
@@ -45,11 +43,10 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Values that are computed once and used in every tick.
+    """Values that every tick uses.
 
     Attributes:
       lanes: for each lane, the four coefficients of its gate.
-      wires: for each lane, the indices of the rows of shared memory that its gate reads.
       consumers: for each lane, the rows of gradients whose sum is the gradient of its gate's value (`Plan.consumers`).
     """
 
@@ -104,7 +101,7 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return (dseen, dkept) of the last state. dseen is 0, because no later tick reads the state."""
+    """Return (dseen, dkept) of the last state. No later tick reads this state, so dseen is 0."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -124,7 +121,6 @@ def zeros(prepared: Prepared) -> Array:
 
 
 def finish(prepared: Prepared, total: Array) -> tuple[list, list]:
-    """Return the gradients of the coefficients: `total`, summed over CTAs, and for perception over the channels."""
     automaton, sizes = prepared.automaton, prepared.plan
     total, parts = _reordered(jnp.sum(total, axis=0), automaton, sizes.gate_firsts, _LANES).T, []
     for layer, first in zip(sizes.layers, sizes.gate_firsts, strict=False):
@@ -147,7 +143,6 @@ def tick(prepared: Prepared, state: Array, fires: Array | None) -> Array:
 def tick_backward(
     prepared: Prepared, dnew: tuple[Array, Array], total: Array, state: Array, fires: Array | None
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return (dstate, total + dcoefficients), where dstate is a pair, and `total` has one part per CTA."""
     arrays = prepared, state, fires, *dnew, total
     dseen, dkept, total = on_gpu(_backward_by_kernel, _backward_by_formula, *arrays)
     return (dseen, dkept), total
@@ -175,7 +170,6 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    """Compute `tick_backward` by the formula, in the layout of the kernels."""
     # The formula sums the gradients of perception's coefficients over the channels. The lanes of the first channel get
     # this sum, and the other lanes get 0.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
@@ -197,7 +191,6 @@ def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
 
 
 def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
-    """Return, for each lane, the indices of the two rows that its gate reads, packed into one integer."""
     C, K = automaton.channels, automaton.kernels
     perceived = layers[len(automaton.perception) - 1].first + perceived_rows(C, K, automaton.bits)
     inputs = jnp.asarray(np.concatenate([CENTRE * C + np.arange(C), perceived]), jnp.int32)
@@ -218,7 +211,7 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder the rows of each update layer to the order of the lanes (`which=_GATES`) or of the gates (`_LANES`)."""
+    """Reorder each update layer's rows to the order of its lanes (`which=_GATES`) or of its gates (`_LANES`)."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -231,13 +224,12 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables that `Plan.consumers` describes, as one vector."""
+    """Return the tables of `Plan.consumers` as one vector."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
 
     def of_update(j):
-        """Return, for each input of update layer j, the rows of its consumers' gradients."""
         i = len(perception) + j
         gate, role = _consumers(automaton.update[j])
         lane = orders[j][_LANES][gate]
@@ -273,7 +265,6 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
     around = [(0, 0), (CENTRE * C, (8 - CENTRE) * C)]
     of_centre = jnp.pad(of_update(0)[:, :C], around, constant_values=nobody)
     parts.append(filled(jnp.concatenate([of_sums, of_centre]), sizes.inputs.lanes))
-    # For each sum over the kernels, the number of its first row.
     role, gate, channel = np.indices((2, perception[0].gates, C))
     begins = rows.firsts[0] + role * sizes.layers[0].lanes + gate * (K * C) + channel
     parts.append(jnp.pad(jnp.asarray(begins.ravel()), (0, rows.kernel_sums.lanes - begins.size)))
@@ -281,10 +272,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return the gate and the role (0 for a, 1 for b) of each input's consumers, `(max_fan_out, inputs)`.
-
-    If an input has fewer than `max_fan_out` consumers, the remaining gates are -1.
-    """
+    """Return the gate and the role (0 for a, 1 for b) of each input's consumers, `(max_fan_out, inputs)`. The gate is
+    -1 if there are fewer consumers."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

@@ -1,7 +1,6 @@
 """Many ticks of a logic cellular automaton, given the coefficients of its gates.
 
-A tick is computed by formulas or by kernels. Two modules with the same functions contain them, and the argument
-`backend` is one of these modules.
+The argument `backend` is a module that computes one tick, by formulas or by kernels.
 """
 
 import functools
@@ -21,10 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout: one key per tick, and the rounding rate, which is None if nothing is rounded.
-
-    If nothing is random, the argument `draws` of a function is None.
-    """
+    """Random choices of a rollout: one key per tick, and the rounding rate, or None if nothing is rounded."""
 
     keys: Array
     rounding_rate: Array | None
@@ -133,7 +129,7 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """Return the last state and the residuals. On a mesh, no states are kept, and the backward recomputes them."""
+    """Return the last state and the residuals. On a mesh, keep no states, so that the backward recomputes them."""
     # Each device's vector of states ends in unused elements, so the vectors cannot be joined into one array.
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
@@ -153,9 +149,9 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""Maps each implementation to a `Pair`. The pairs have different forwards."""
+"""One `Pair` per implementation, because the forwards differ."""
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair of an implementation. An empty state gets the formulas, because kernels do not support it."""
+    """Return the pair of an implementation, or of the formulas for an empty state, which kernels do not support."""
     return _TICKS[implementation if state.size else "xla"]

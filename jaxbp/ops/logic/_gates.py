@@ -1,7 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-A row has the values of one input in all examples. Several circuits may have the same wires but separate coefficients,
-along the middle axes `...`. If the rows have size 1 along such an axis, these circuits read the same rows.
+A row has the values of one input in all examples. The middle axes `...` are several circuits with the same wires. If
+the rows have size 1 along such an axis, its circuits read the same rows.
 """
 
 import functools
@@ -26,10 +26,10 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows), given dy.
+    """Return (dc, drows). `dc = Σ dy (1, a, b, ab)` is a sum over the examples.
 
-    `dc = Σ dy (1, a, b, ab)` is a sum over the examples. The gradient of a row is a sum over the gates that read it
-    (its consumers): of `dy (c1 + c3 b)` if the row is the gate's a, and of `dy (c2 + c3 a)` if the row is the gate's b.
+    The gradient of a row is a sum over the gates that read it (its consumers): of `dy (c1 + c3 b)` if the row is the
+    gate's a, and of `dy (c2 + c3 a)` if it is the gate's b.
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
@@ -59,7 +59,6 @@ def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
         return dy, da, dy * b, da * b
 
     def by_parts(*rows):
-        """Divide each row into equal parts. Add up the parts, then the elements of the result."""
         examples, axes = dy.shape[-1], [dy.ndim - 1]
         parts = max(n for n in range(1, _MOST_PARTS + 1) if examples % n == 0)
         rows = (x.reshape(*x.shape[:-1], parts, examples // parts) for x in rows)
@@ -95,21 +94,19 @@ _MOST_TURNS = 32
 """The largest number of consumers per input for which the sum over them is unrolled, with one gather per consumer."""
 
 _LARGEST_PRODUCT = 2**14
-"""The largest number of elements of a 0-1 matrix `(inputs, consumers)` for which a product with this matrix computes
-the sums over consumers."""
+"""Up to this number of elements of a 0-1 matrix `(inputs, consumers)`, a product with the matrix sums over
+consumers."""
 
 
 def few_have_most(wires: Wires) -> bool:
-    """Return whether a few inputs have most consumers, so that an unrolled sum would gather many unused terms."""
+    """Return whether few inputs have most consumers, so that an unrolled sum would gather many unused terms."""
     most = wires.max_fan_out
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """Return, for each input, the sum over its consumers of `terms`.
-
-    `terms` maps n indices into `wires.consumers` to the terms `(n, ...)` of these consumers.
-    """
+    """For each input, sum over its consumers the values `terms(indices)`, `(n, ...)`, for n indices into
+    `wires.consumers`."""
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):
         inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)

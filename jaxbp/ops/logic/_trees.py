@@ -1,8 +1,7 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
 
-In this file, a kernel is a kernel of the convolution: one tree of gates, which moves over the image. It is not a GPU
-kernel. A scan computes one tree after the other. The values that a leaf reads at all positions are a slice of the
-image.
+Here, a kernel is one tree of gates, which moves over the image, not a GPU kernel. A scan computes one tree after the
+other. The values that a leaf reads at all positions are a slice of the image.
 """
 
 import functools
@@ -19,11 +18,10 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return the largest output of each tree in each window of the pool, and its first position there.
+    """Return each tree's largest output in each window of the pool, and the maximum's position in its window.
 
     x is padded. The coefficients have the shape `(kernels, gates, 4)`, and the results `(kernels, height, width, N)`.
-    A position is `u * window_width + v` for row u and column v of the window. If windows have size 1, the positions
-    are None.
+    A position is `u * window_width + v` for row u and column v of the window, or None if windows have size 1.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -44,7 +42,7 @@ def forward(coefficients, wires, x, *, stride, pool):
 
 
 def gradients(dy, places, coefficients, wires, x, *, stride, pool):
-    """Return the gradients (dc, dx) of the coefficients and of the padded x. `places` has the maxima's positions."""
+    """Return the gradients (dc, dx) of the coefficients and of the padded x, given the maxima's positions `places`."""
     geometry = _Geometry(wires, x, stride, pool)
 
     def at_place(places, read):
@@ -79,7 +77,7 @@ def _(arrays, tangents):
 
 
 def _sum(a: Array) -> Array:
-    """Return the sum of all elements, one axis after the other, which is more accurate than one sum."""
+    """Sum one axis after the other, which is more accurate than one sum."""
     # Without the barriers, XLA would merge the sums.
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
@@ -87,13 +85,11 @@ def _sum(a: Array) -> Array:
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Return whether `value` replaces `largest`, the largest value so far. The first maximum, or first NaN, is kept."""
+    """Return whether `value` replaces the largest value so far. The first maximum, or first NaN, is kept."""
     return ~(value <= largest) & (largest == largest)
 
 
 class _Geometry:
-    """Positions of the trees and of the pool's windows on a padded image."""
-
     def __init__(self, wires: TreeWires, x: Array, stride: tuple[int, int], pool: tuple[int, int]):
         self.stride, self.pool = stride, pool
         trees = output_size(x.shape[1:3], wires.window, stride=stride, padding=((0, 0), (0, 0)))
@@ -111,7 +107,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx, for the position of the tree that `places` selects in each window."""
+        """Add the gradient of a leaf to dx, where its tree is at position `places` of each window."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

@@ -25,11 +25,9 @@ from jaxbp.pairing import Implementation, Op, per_implementation
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
 """One array per perception layer, and one per update layer."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
-"""Gradients with respect to the logits."""
 
 
 def _coefficients(logits: Logits, *, parametrization: str, implementation: Implementation) -> tuple[list, list]:
-    """Return coefficients `(4, gates, kernels)` per perception layer and `(4, gates)` per update layer."""
     layers = [*logits[0], *logits[1]]
     flat = jnp.concatenate([layer.reshape(-1, layer.shape[-1]) for layer in layers])
     of_gates = COEFFICIENTS[parametrization](upcast(flat), implementation=implementation).T
@@ -120,26 +118,24 @@ def automaton_step(
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
     Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
-    Beyond the border of the grid, cells are 0. If the automaton is periodic, they are the cells on the opposite side
-    instead. perception_k and update are layers of gates, as in `gate_layer`. The outputs of perception_k are called
-    bits. The next state is clipped to [0, 1] with derivative 1, because an XNOR gate would double a rounding error
-    outside of [0, 1] in every layer.
+    Beyond the border of the grid, cells are 0, or if the automaton is periodic, the cells on the opposite side.
+    perception_k, whose outputs are called bits, and update are layers of gates, as in `gate_layer`. The next state is
+    clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding error in every
+    layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
         `(gates, parameters)` for update. The logits may have a wider dtype than the state.
       state: values in [0, 1].
-      key: the random key that decides which cells update; required if `fire_rate` is below 1.
-      fire_rate: the probability with which a cell updates. A cell that does not update keeps its state.
+      key: required if `fire_rate` is below 1.
+      fire_rate: the probability with which a cell updates. Otherwise, it keeps its state.
       parametrization: as in `gate_layer`.
-      implementation: None for the fastest.
 
     Returns:
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -166,12 +162,10 @@ def automaton_step_backward(
     The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
     cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if the cell did not update.
 
-    Args:
-      dnext: gradient with respect to the next state.
-      Other arguments and errors: as in `automaton_step`.
-
     Returns:
       (dlogits, dstate), in the structure and dtypes of the logits and the state.
+
+    Arguments and errors are as in `automaton_step`.
     """
     op = "automaton_step_backward"
     layers, before = _check(op, logits, automaton, state, parametrization)
@@ -204,22 +198,19 @@ def automaton_rollout(
     Here m_t is 1 with probability `rounding_rate`, else 0, drawn separately for every value of the state.
 
     Args:
-      steps: the number of ticks; static.
+      steps: static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
         (straight-through). The gradient of the rate is 0. A traced rate is not checked.
-      memory: what the forward keeps for the backward. All policies give the same gradients. For T ticks of a state of n
-        bytes, they keep:
-        "all": the inputs of every gate in every tick. "pallas" keeps only the state before every tick, T n bytes.
+      memory: what the forward keeps for the backward. The gradients do not depend on it. For T ticks of a state of n
+        bytes, the policies keep:
+        "all": the inputs of every gate in every tick, or with "pallas" the same as "states".
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
         "logarithmic": the states that binomial checkpointing selects, about 2 log2(T) n bytes.
-      Other arguments: as in `automaton_step`.
+      Other arguments and errors: as in `automaton_step`.
 
     Returns:
       The last state, in the state's dtype.
-
-    Raises:
-      TypeError, ValueError: as in `automaton_step`.
 
     Source: as in `automaton_step`; for the policies, `jaxbp.checkpointed_scan`.
     """
@@ -252,12 +243,10 @@ def automaton_rollout_backward(
 
     Here s_t is as in `automaton_rollout`, rounded with the same random values as in the forward.
 
-    Args:
-      dlast: gradient with respect to the last state.
-      Other arguments and errors: as in `automaton_rollout`.
-
     Returns:
       (dlogits, dstate), in the structure and dtypes of the logits and the state.
+
+    Arguments and errors are as in `automaton_rollout`.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)
@@ -318,7 +307,7 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Return the rounding rate as an array, or None if it is the number 0, because nothing is rounded then."""
+    """Return the rounding rate as an array, or None for the number 0."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             wanted = "a number in [0.0, 1.0], or a floating array of shape ()"

@@ -1,8 +1,8 @@
 """Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-A gate computes one of 16 functions of two bits. Each function has a number of four bits. From the highest, these bits
-are the function's values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each
-function is linear in a and in b:
+A gate computes one of 16 functions of two bits. The four bits of a function's number, from the highest, are its values
+at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each function is linear in a and in
+b:
 
     0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
     1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
@@ -81,7 +81,7 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
-    """Compute `_gradients` by JAX's autodiff, with sums in a fixed order (`_copies_of_inputs`)."""
+    """Compute `_gradients` by JAX's autodiff, with sums in a fixed order."""
 
     def forward(coefficients, x):
         return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
@@ -101,7 +101,7 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the indices of the copies that gates read: element 2 g for input a of gate g, and 2 g + 1 for input b."""
+    """Return the copies that gates read: element 2 g for input a of gate g, and 2 g + 1 for input b."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -109,15 +109,13 @@ def _copies_read(wires):
 
 
 def _features_first(x):
-    """Reshape `(..., features) -> (features, examples)`."""
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # On a CPU, `_as_rows` makes XLA store each feature as a row. Otherwise, XLA keeps x's layout and gathers single
-    # elements instead of rows.
+    # On a CPU, `_as_rows` makes XLA store each feature as a row, so that XLA does not gather single elements.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
 def _features_last(x, shape):
-    """Reshape `(features, examples) -> (*shape, features)`, the inverse of `_features_first`."""
+    """Undo `_features_first`, given the leading axes `shape`."""
     return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 
@@ -137,7 +135,6 @@ def _forward_kernel(coefficients, wires, x, *, groups=None):
 
 
 def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
-    # With `groups`, dy has one row per group, and the kernels read the row of a gate's group.
     dx, dc = _fastest_gradients(_examples_last(dy.astype(x.dtype)), coefficients, _graph(wires), _examples_last(x))
     dx = batch_first(dx, math.prod(x.shape[:-1])).reshape(x.shape)
     return dc.astype(coefficients.dtype), None, dx
@@ -145,7 +142,7 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
 
 def _fastest_gradients(dy, coefficients, graph, x):
     """Return (dx, dc) by the fastest kernels for these wires, with dx of shape `(inputs, examples)`."""
-    # `gradients_by_input` needs no shared memory, and runs if no other kernel is faster or there is no GPU.
+    # `gradients_by_input` needs no shared memory, and is the fallback, also without a GPU.
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
@@ -204,7 +201,6 @@ _GATES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to y."""
 COEFFICIENTS = {
     "softmax": Pair(
         gates.softmax,
@@ -216,7 +212,7 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # The other parametrizations have no sums over the 16 functions, so a kernel would not be faster than XLA.
+    # The other parametrizations have no sums over the 16 functions, so XLA is as fast as a kernel.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -278,25 +274,21 @@ def gate_layer(
     op_i. Each op_i is linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab` with four coefficients per gate.
 
     Args:
-      logits: the parameters of each gate. The logits may have a wider dtype than x.
-      x: bits, or numbers between 0 and 1.
+      logits: the parameters of each gate, possibly in a wider dtype than x.
+      x: numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
-        "input_wise": 4 parameters, one per row of the truth table. The value of the gate in a row is the sigmoid of the
-          row's parameter.
+        "input_wise": 4 parameters, one per row of the truth table, whose sigmoid is the gate's value in this row.
         "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The value of the gate in a row of the
-          truth table is the sigmoid of the weighted sum. For inputs between 0 and 1, y interpolates between the four
-          values, unlike in the source.
-      groups: None, or the number of groups of neighboring gates. The results are then the sums of the values in each
-        group, as in `jaxbp.group_sum`.
-      implementation: None for the fastest.
+          truth table is the sigmoid of the weighted sum. Between the rows, y interpolates, unlike in the source.
+      groups: None, or the number of groups of neighboring gates. The results are then the sums over each group, as in
+        `jaxbp.group_sum`.
 
     Returns:
-      y in x's dtype, computed in float32 or wider. With `groups`, y has the sums, in float32 or wider.
+      y in x's dtype, computed in float32 or wider. With `groups`, the sums are in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
@@ -327,12 +319,10 @@ def gate_layer_backward(
     The only sums over the batch are the gradients of the coefficients, `dc = Σ_batch dy (1, a, b, ab)`. From dc follows
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where row i of T has the four coefficients of op_i.
 
-    Args:
-      dy: gradient with respect to y.
-      Other arguments and errors: as in `gate_layer`.
-
     Returns:
       (dlogits, dx), in the dtypes of logits and x.
+
+    Arguments and errors are as in `gate_layer`.
     """
     op = "gate_layer_backward"
     arguments = logits, x

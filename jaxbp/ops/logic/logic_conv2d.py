@@ -1,8 +1,8 @@
 """Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
 
 A tree of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values, which is the "or" of bits. If convolution and or-pool are one op, the forward keeps the position of
-the largest value, one byte per pooled output. The backward recomputes only the tree at this position.
+neighboring values. If convolution and or-pool are one op, the forward keeps the largest value's position, one byte per
+pooled output, and the backward recomputes only the tree at this position.
 """
 
 import functools
@@ -122,7 +122,6 @@ _TREES = Op(
         ),
     },
 )
-"""An op that maps (coefficients, wires, x) to y and the indices of the maxima."""
 
 
 def _convolution(parameters, wires, x, *, parametrization, implementation, **options):
@@ -211,19 +210,16 @@ def logic_conv2d(
     `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
 
     Args:
-      logits: the parameters of each gate. The logits may have a wider dtype than x.
-      x: bits, or numbers between 0 and 1.
       stride: an int, or a pair for rows and columns.
       padding: zeros on each side, as in `conv2d`.
-      parametrization: as in `gate_layer`.
       implementation: None for the fastest. "pallas" supports depths up to 4.
+      Other arguments: as in `gate_layer`.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -249,15 +245,13 @@ def logic_conv2d_backward(
         db = dy (c2 + c3 a)
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the gradients
-    of all leaves that read this position.
-
-    Args:
-      dy: gradient with respect to y.
-      Other arguments and errors: as in `logic_conv2d`.
+    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the gradients of all leaves
+    that read this position.
 
     Returns:
       (dlogits, dx), in the dtypes of logits and x.
+
+    Arguments and errors are as in `logic_conv2d`.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x
@@ -280,8 +274,8 @@ def logic_conv2d_or_pool2d(
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
     Args:
-      pool: height and width of the pool's windows, which do not overlap. Rows and columns that do not fill a window are
-        ignored. "pallas" supports up to 9 positions.
+      pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored. "pallas"
+        supports up to 9 positions.
       Other arguments, dtype, errors, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
@@ -326,9 +320,8 @@ def logic_conv2d_or_pool2d_backward(
     in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
     Args:
-      dy: gradient with respect to y.
-      indices: as returned by `logic_conv2d_or_pool2d_with_indices`, integers of dy's shape. If an index is outside of
-        its window, the result is undefined.
+      indices: as returned by `logic_conv2d_or_pool2d_with_indices`. If an index is outside of its window, the result is
+        undefined.
       Other arguments and errors: as in `logic_conv2d_or_pool2d`.
 
     Returns:
@@ -353,9 +346,9 @@ def logic_or_pool2d(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Return the "or" of the bits in each window, relaxed to their maximum.
+    """Return the "or" of the bits in each window, relaxed to their maximum: `max_pool2d` with the window `pool`.
 
-    This is `max_pool2d` with the window `pool`, and the backward is `max_pool2d_backward`.
+    The backward is `max_pool2d_backward`.
 
     Source: as in `logic_conv2d`.
     """
