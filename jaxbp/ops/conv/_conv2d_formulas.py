@@ -1,7 +1,4 @@
-"""Formulas of convolutions and their gradients, also for `conv2d_relu_max_pool2d`.
-
-The functions take checked NCHW images and OIHW filters, and options with one entry per axis.
-"""
+"""Formulas of convolutions and their gradients, for checked NCHW images and OIHW filters, with options per axis."""
 
 import functools
 import math
@@ -48,10 +45,8 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as one matrix product per group (im2col).
-
-    Its left factor holds the filters. Its right factor stacks one shifted copy of the images per filter position.
-    """
+    """Compute the convolution as one product per group, of the filters and one shifted copy of the images per filter
+    position (im2col)."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def flip_and_swap(w, groups):
-    """Rotate the filters by 180 degrees, and exchange the input and output channels of each group."""
+    """Rotate the filters by 180 degrees, and exchange each group's input and output channels."""
     out_channels, in_channels, *window = w.shape
     w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
     return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)
@@ -24,8 +24,7 @@ def full_padding(output_size, filter_size, input_size, stride, padding, dilation
 
 
 def reached_padding(output_size, input_size, filter_size, stride, padding, dilation):
-    """Return the padding (before, after) after which x ends at the last element that the filter reads. A negative
-    padding crops."""
+    """Return the padding after which x ends at the last element that the filter reads. A negative padding crops."""
     return [
         (p, (out - 1) * s + (f - 1) * d + 1 - size - p)
         for out, size, f, s, (p, _), d in zip(

@@ -1,8 +1,7 @@
 """Calls of the kernels of `conv2d` and its gradients.
 
-The convolution and dx are products with the filter matrix (`_filter_matrix`) where such a product is faster on the
-tensor cores. These products need no transposes. All other gradients transpose their arrays so that the batch is the
-last axis, and call a kernel.
+Where a product with the filter matrix (`_filter_matrix`) is faster on the tensor cores, it computes y or dx, without
+transposes. All other gradients transpose their arrays so that the batch is the last axis, and call a kernel.
 """
 
 import math
@@ -54,7 +53,6 @@ def _input_gradient_exact(dy, w, *, input_size, stride, padding, dilation, group
 
 
 def weights_gradient(dy, x, **options):
-    """Compute dw by the one-pass kernel if `one_pass_pays`, else by the kernel in full float32."""
     if one_pass_pays(dy, x, **options):
         return parameter_gradients(dy, x, **options)[0]
     dw = kernels.correlate_batch(batch_last(dy), _reached(dy, x, **options), stride=options["stride"])
@@ -62,7 +60,7 @@ def weights_gradient(dy, x, **options):
 
 
 def parameter_gradients(dy, x, **options):
-    """Compute dw and db by the one-pass kernel. Without a GPU, use the kernels in full float32 instead."""
+    """Compute dw and db by the one-pass kernel, or without a GPU by the kernels in full float32."""
     arrays = batch_last(dy), _reached(dy, x, **options)
     dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
     return dw.astype(dy.dtype), db.astype(dy.dtype)
@@ -75,10 +73,7 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
     """Return whether the one-pass kernel, which computes dw and db on the tensor cores, should replace the kernels in
-    full float32.
-
-    The one-pass kernel needs stride 1, a dtype and precision for the tensor cores, and shapes that it supports.
-    """
+    full float32. It needs stride 1, a dtype and precision for the tensor cores, and shapes that it supports."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)

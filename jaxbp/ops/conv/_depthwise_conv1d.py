@@ -2,9 +2,9 @@
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
 
-The filters are `(filter_width, channels)`, and the padding is one pair (before, after). The sequences are `(batch,
-width, channels)` if the option `width_axis` is 1, and `(batch, channels, width)` if it is 2. Formulas compute in either
-layout. The kernels need the channels on the last axis.
+The filters are `(filter_width, channels)`, and the padding is one pair (before, after). The option `width_axis` is 1
+for sequences `(batch, width, channels)`, and 2 for `(batch, channels, width)`. The kernels need the channels on the
+last axis.
 
 The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's convolution with
 one group per channel.
@@ -48,8 +48,7 @@ def _sum_of_shifts(x, w, width_axis, padding):
 
 
 def _shifts(x, taps, width_axis, padding):
-    """Return, for each element of a filter, the part of the padded x by which the element is multiplied. A negative
-    padding crops x."""
+    """Return the part of the padded x by which each element of a filter is multiplied. A negative padding crops x."""
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
     size = x.shape[width_axis] - taps + 1
     return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]
@@ -81,7 +80,6 @@ def _gradients_kernel(dy, x, w, b, *, width_axis, padding):
 
 
 def _arranged(x, width_axis):
-    """Return sequences for the kernels, with the channels on the last axis and padded."""
     return _filled(x if width_axis == 1 else x.swapaxes(1, 2))
 
 
@@ -91,7 +89,6 @@ def _restored(y, width_axis, w):
 
 
 def _filled(a):
-    """Pad the channels with zeros to a multiple of a warpgroup's threads."""
     return a if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 
@@ -120,7 +117,6 @@ DEPTHWISE_CONV1D = Pair(
         "pallas": functools.partial(saving_arguments, differentiable(_forward_kernel, _forward, batched(0))),
     },
     residuals=given_arguments,
-    # Among (dy, x, w, b), dy and x have a batch axis.
     batch_axes=batched(0, 1),
     name="conv1d",
     linear_in=[(0, 2), (1, 2)],
@@ -128,15 +124,15 @@ DEPTHWISE_CONV1D = Pair(
     default=_default,
     jit=True,
 )
-"""The depthwise convolution and its gradients as functions of `(x, w, b)`, where b may be None."""
+"""Depthwise convolutions of `(x, w, b)`, where b may be None."""
 
 
 # -------------------------------------------------------------------------------------------------- calls from `conv1d`
 
 
 def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
-    """Return whether a convolution is depthwise with one filter per channel, stride 1, and no dilation. Shapes and
-    options are the results of `check_shapes`."""
+    """Return whether a convolution is depthwise with one filter per channel, stride 1, and no dilation. The arguments
+    are the results of `check_shapes`."""
     return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
 
 
@@ -149,7 +145,7 @@ def convolve(op, x, w, b, layout, implementation, *, padding, **options) -> Arra
 
 
 def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tuple[Array, Array, Array]:
-    """Return (dx, dw, db) of `conv1d`. dy, x, w, dx, and dw are in the layouts of the caller."""
+    """Return (dx, dw, db) of `conv1d`, all in the layouts of the caller."""
     width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
     options = dict(width_axis=width_axis, padding=padding[0], implementation=implementation)
     w = _arranged_filters(w, layout)
@@ -160,8 +156,8 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. If x
-    is NCW, the pair takes NCW. Else x is transposed to NWC."""
+    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. Unless x
+    is NCW, this order is NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs
@@ -169,7 +165,7 @@ def _layouts_of_sequences(layout):
 
 
 def _arranged_filters(w, layout):
-    """Return filters `(filter_width, channels)`, given filters in the layout of the caller."""
+    """Return the caller's filters as `(filter_width, channels)`."""
     return lax.squeeze(layouts.arranged(w, _width_first(layout.rhs_spec)), (1,))
 
 

@@ -15,10 +15,9 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""The matrix may have at most `_MAX_ELEMENTS` elements, because every call builds it. The input may have at most
-`_MAX_POSITIONS_PER_TAP` positions per position of the filter (tap), because this ratio determines the share of zeros.
-Up to 2.6 million elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), the product was faster than
-cuDNN."""
+"""The matrix may have at most `_MAX_ELEMENTS` elements, because every call builds it. The ratio of the input's
+positions to the filter's positions (taps) is bounded, because it determines the share of zeros. Up to 2.6 million
+elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -42,7 +41,7 @@ def filter_matrix(
     """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`, in w's dtype.
 
     The element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before` for rows, and `l = j * stride +
-    v * dilation - before` for columns, else 0. `before` is the padding above and to the left of the input.
+    v * dilation - before` for columns, else 0. `before` is the padding before the first element.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -68,17 +67,17 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""In float32, `banded_input_gradient` is faster than the exact kernel only from this number of multiplications on,
-because it takes four launches. The exact kernel, which computes dx in full float32, takes one launch."""
+"""In float32, `banded_input_gradient` needs this number of multiplications to be faster than the exact kernel, because
+it takes four launches. The exact kernel, which computes dx in full float32, takes one launch."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
 """Maps bytes per element to the largest number of multiplications by the band per multiplication in the exact kernel.
-The value for float32 is measured. The value for half precisions is chosen by hand, not tuned."""
+The value for float32 is measured, and the value for half precisions is chosen by hand."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
     """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
 
-    w has the shape `(K, C, F, G)`, and dy `(K, P, Q, N)`. `width` is the width of the input.
+    w has the shape `(K, C, F, G)`, dy `(K, P, Q, N)`, and x the width `width`.
     """
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
@@ -126,9 +125,8 @@ def banded_input_gradient(
 def _band(w, Q, W, window):
     """Return the band, and the number of input rows that one row of the pool's windows reaches.
 
-    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps dy
-    at position (r, s) of window q to dx in row i of these input rows and column j, for Q windows of width S and an
-    input of width W.
+    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. For Q
+    windows of width S, it maps dy at position (r, s) of window q to dx in row i of these rows and column j of W.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

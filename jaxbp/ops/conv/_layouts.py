@@ -40,24 +40,22 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a` with its axes in the order of the layout. Require that the result has the shape `wanted`."""
+    """Return `a` with its axes in the order of the layout, and require the shape `wanted`."""
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)
 
 
 def check_shape(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> tuple[int, ...]:
-    """Return the shape of `a` with its axes in the order of the layout. Require that this shape is `wanted`."""
+    """Return the shape that `arrange` returns, and require that it is `wanted`."""
     checks.shape(op, name, a, *(wanted[layout.index(axis)] for axis in range(len(layout))))
     return tuple(a.shape[axis] for axis in layout)
 
 
 def arranged(a: Array, layout: Layout) -> Array:
-    """Return `a` with its axes in the order of the layout."""
     return a if _is_default(layout) else a.transpose(layout)
 
 
 def restore(a: Array, layout: Layout) -> Array:
-    """Undo `arranged`."""
     return a if _is_default(layout) else a.transpose(tuple(map(int, np.argsort(layout))))
 
 

@@ -109,13 +109,12 @@ def avg_pool2d(
     window.
 
     Args:
-      count_include_pad: whether positions in the padding count in m. Positions in x always count. Positions that
-        `ceil_mode` adds after the padding never count.
+      count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
       Other arguments and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
 
     Returns:
-      y, in x's dtype, with the size that `max_pool2d` returns. The mean of a window is NaN if none of its positions
-      count, which happens only with dilation and `count_include_pad=False`.
+      y, in x's dtype, with the size that `max_pool2d` returns. With dilation and `count_include_pad=False`, a window
+      may have no position that counts. Its mean is NaN.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
@@ -142,7 +141,6 @@ def avg_pool2d_backward(
     where m is the number of positions of window (i, j) that count.
 
     Args:
-      dy: gradient with respect to y.
       input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `avg_pool2d`.
     """
@@ -171,9 +169,8 @@ def global_avg_pool2d(
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
-    `channel_axis` and the errors are as in `max_pool2d`.
-
-    Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
+    `channel_axis` and the errors are as in `max_pool2d`. Source: M. Lin, Q. Chen and S. Yan, "Network in network",
+    ICLR 2014.
     """
     op = "global_avg_pool2d"
     (x,) = checks.floating(op, x=x)

@@ -35,8 +35,6 @@ def conv1d(
     """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p]
     w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
 
-    With `padding="CAUSAL"` and stride 1, y at one position depends only on x at this position and before it.
-
     If `groups`, the number of input channels, and the number of output channels are equal, the convolution is
     depthwise, as in Mamba. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is.
     Its kernel needs the channels on the last axis of x and y, so other layouts cost transposes.
@@ -44,21 +42,17 @@ def conv1d(
     Args:
       x: sequences, NCW.
       w: filters, OIW.
-      b: one bias per output channel, or None.
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NWC", "WIO",
         "NWC"). None means ("NCW", "OIW", "NCW").
-      implementation: "pallas", "xla", "autodiff", or None for the fastest on the platform. "pallas" supports no
-        dilation. It supports groups only in depthwise convolutions with stride 1 and a filter_width of at most 8.
-      Other arguments: as in `conv2d`.
+      implementation: None for the fastest. "pallas" supports no dilation. It supports groups only in depthwise
+        convolutions with stride 1 and a filter_width of at most 8.
+      Other arguments and errors: as in `conv2d`.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its width is
       `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `conv2d`.
 
     Source: as in `conv2d`; A. van den Oord et al., "WaveNet", arXiv:1609.03499 (causal padding).
     """
@@ -96,17 +90,12 @@ def conv1d_backward(
     `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h` (letters as in `conv1d`),
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
-    Args:
-      dy: gradient with respect to y.
-      Other arguments: as in `conv1d`.
-
     Returns:
       (dx, dw, db), in the shapes of x, w, and b: dx in the dtype of x; dw and db in the dtype of w.
 
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `conv1d`.
+    Arguments and errors are as in `conv1d`.
 
-    Source: chapter 4 of the guide that `conv2d` names.
+    Source: as in `conv2d`, chapter 4.
     """
     op = "conv1d_backward"
     arguments = x, w, w  # b has the dtype of w
@@ -128,11 +117,9 @@ def conv1d_backward(
 
 
 def _row(a):
-    """Return sequences as images with one row."""
     return a.reshape(*a.shape[:2], 1, *a.shape[2:])  # the gradient of `lax.expand_dims` would sum over the new axis
 
 
 def _of_row(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for images with one row."""
     one_row = dict(stride=(1,), dilation=(1,), padding=((0, 0),))
     return options | {name: (*row, *options[name]) for name, row in one_row.items()}

@@ -1,7 +1,6 @@
 """Two-dimensional convolution and its gradients with respect to x, w, and b.
 
-Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis. Positions
-outside of an array count as zero.
+Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis.
 """
 
 import functools
@@ -39,12 +38,12 @@ def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     return checks.unsupported_dtype(*arrays)
 
 
-# cuDNN is faster than the kernels, because the kernels need transposes of the NCHW images.
+# cuDNN is faster, because the kernels need transposes of the NCHW images.
 _LIBRARY = DefaultImplementation(gpu="xla")
 
 
 def _defaults(w, input_size, output_size, precision):
-    """Return the default: "pallas" where a product with the filter matrix is faster, else "xla", which is cuDNN."""
+    """Return "pallas" as the default where a product with the filter matrix is faster, else "xla", which is cuDNN."""
     return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -88,7 +87,6 @@ _BIAS_GRADIENT = _part(
     },
     default=_LIBRARY,
 )
-# One kernel computes the gradients with respect to w and b on the tensor cores.
 _PARAMETER_GRADIENTS = _part(
     "conv2d_backward_parameters",
     {
@@ -148,18 +146,17 @@ def conv2d(
     Args:
       x: images, NCHW.
       w: filters, OIHW.
-      b: one bias per output channel, or None.
       stride, dilation: one int, or a pair for rows and columns. `jax.lax.conv_general_dilated` calls them
         window_strides and rhs_dilation.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
         "SAME_LOWER", or "VALID". With "SAME", the size of y is the size of x divided by the stride, rounded up. If the
         number of zeros is odd, "SAME" puts the extra zero after the image, and "SAME_LOWER" before it.
-      groups: the number of groups of channels. An output channel reads only the input channels of its group. JAX calls
-        this argument feature_group_count.
+      groups: the number of groups of channels (JAX's feature_group_count). An output channel reads only the input
+        channels of its group.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
-      precision: as in `jax.lax.conv_general_dilated`. If it permits tensor cores, as it does by default, float32 may be
-        rounded to TF32. A NaN or infinity in a small image may then spread over the whole result for this image.
+      precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
+        A NaN or infinity in a small image may then spread over the whole result for this image.
       implementation: None for the fastest. "pallas" supports no dilation and no groups. It computes y by cuDNN. For
         small images, it may compute y and dx by cuBLAS.
 
@@ -168,9 +165,8 @@ def conv2d(
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
-      NotImplementedError: "pallas" with arguments that its kernels do not support.
+      TypeError, ValueError: an argument is invalid.
+      NotImplementedError: "pallas" does not support an argument.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
@@ -199,7 +195,6 @@ def conv2d_backward_input(
     `conv2d`.
 
     Args:
-      dy: gradient with respect to y.
       input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `conv2d`.
 
@@ -238,8 +233,7 @@ def conv2d_backward_weights(
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`, with letters as in `conv2d`.
 
     Args:
-      dy: gradient with respect to y.
-      filter_size: height and width of w. With a stride above 1, the sizes of x and y do not determine them.
+      filter_size: height and width of w, which the sizes of x and y do not determine if the stride is above 1.
       Other arguments and errors: as in `conv2d`.
 
     Returns:
@@ -268,14 +262,10 @@ def conv2d_backward_bias(
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
 
-    Args:
-      dy: gradient with respect to y.
-      dimension_numbers: as in `conv2d`. Only the layout of y matters, because dy has this layout.
-
     Returns:
       db, in dy's dtype. Half precisions are summed in float32.
 
-    The errors are as in `conv2d`.
+    `dimension_numbers` is as in `conv2d`, but only the layout of y, which dy has, matters. Errors are as in `conv2d`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

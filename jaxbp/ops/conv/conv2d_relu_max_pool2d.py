@@ -30,7 +30,7 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
-"""The batch size from which the tensor-core kernel for dx is faster than `banded_input_gradient`
+"""From this batch size on, the tensor-core kernel for dx is faster than `banded_input_gradient`
 (docs/lab/2026-11-25-lenet.md)."""
 
 
@@ -54,10 +54,8 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, *, windows):
-    """Return the maximum of ReLU(z) in each window, and its position.
-
-    If no element of a window is above 0, the index is the number of positions in a window, which is no position.
-    """
+    """Return the maximum of ReLU(z) in each window, and its position, or if no element of the window is above 0, the
+    number of positions of a window."""
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -209,14 +207,11 @@ def conv2d_relu_max_pool2d_with_indices(
 ) -> tuple[
     Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
 ]:
-    """Return the result of `conv2d_relu_max_pool2d` and the positions that its backward needs.
+    """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the positions that its backward needs.
 
-    Returns:
-      (y, indices). An index is the position of the maximum in its window, `u * window_width + v` for row u and column v
-      of the window. It is `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient.
-      They are uint8 for windows of up to 255 positions, else int32.
-
-    Arguments and errors are as in `conv2d_relu_max_pool2d`.
+    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v of the window.
+    It is `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient. They are uint8 for
+    windows of up to 255 positions, else int32. Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
@@ -243,13 +238,12 @@ def conv2d_relu_max_pool2d_backward(
     Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    Args:
-      dy: gradient with respect to y.
-      indices: as returned by `conv2d_relu_max_pool2d_with_indices`.
-      Other arguments and errors: as in `conv2d_relu_max_pool2d`.
+    `indices` are as returned by `conv2d_relu_max_pool2d_with_indices`.
 
     Returns:
       (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32.
+
+    Other arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w  # b has the dtype of w
@@ -273,6 +267,5 @@ def _options(op, x, w, b, window, stride, padding, precision):
     *_, convolution = check(op, x, w, b, stride=stride, padding=padding, precision=precision)
     options = {name: convolution[name] for name in ("stride", "padding", "precision")}
     size = output_size(x.shape[2:], w.shape[2:], **convolution)
-    # The pool's windows must fit the result of the convolution.
     windows, _ = pool_windows(op, size, window)
     return options | dict(window=windows.window)

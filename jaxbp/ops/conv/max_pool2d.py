@@ -83,7 +83,6 @@ def _scatter_by_autodiff(dy, indices, *, windows):
 
 
 def scatter_formula(dy, indices, *, windows):
-    """Return dx, with the gradient of each window at the position of its maximum."""
     if windows.nonoverlapping:
         return _fetch_from_windows(dy, indices, windows.window)
     return _send_to_places(dy, indices, windows)
@@ -188,9 +187,8 @@ def max_pool2d(
       receives the gradient of a window with NaN.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
-      NotImplementedError: "pallas" with arguments that its kernel does not support.
+      TypeError, ValueError: an argument is invalid.
+      NotImplementedError: "pallas" does not support an argument.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """
@@ -205,14 +203,10 @@ def max_pool2d_with_indices(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> tuple[Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]]:
-    """Return the result of `max_pool2d` and the index of each maximum in its window.
+    """Return (y, indices): the result of `max_pool2d`, and the position of each window's first maximum (or NaN).
 
-    Returns:
-      (y, indices). An index is the position of the first maximum (or NaN) in its window, `u * window_width + v` for row
-      u and column v of the window. Indices have no gradient. They are uint8 for windows of up to 256 positions, else
-      int32.
-
-    Arguments and errors are as in `max_pool2d`.
+    A position is `u * window_width + v` for row u and column v of the window. Indices have no gradient. They are uint8
+    for windows of up to 256 positions, else int32. Arguments and errors are as in `max_pool2d`.
     """
     return pool("max_pool2d_with_indices", x, window, implementation, **options)
 
@@ -230,7 +224,6 @@ def max_pool2d_backward(
     """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l).
 
     Args:
-      dy: gradient with respect to y.
       indices: as returned by `max_pool2d_with_indices`. If an index is outside of its window, dy is ignored there.
       input_size: height and width of x, which the size of y does not determine.
       Other arguments and errors: as in `max_pool2d`.
