@@ -8,11 +8,10 @@ from jaxbp.pairing import DefaultImplementation, Pair
 XLA_ON_GPU = DefaultImplementation(gpu="xla")
 """For formulas that XLA fuses with the operations before and after them, which a kernel would prevent."""
 AUTODIFF_ON_CPU = DefaultImplementation(gpu="xla", elsewhere="autodiff")
-"""For ops whose autodiff is faster on a CPU, because it keeps an exponential that the backward's formula recomputes."""
+"""For ops whose autodiff is faster on a CPU, because it keeps an exponential that the formula recomputes."""
 AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
 """For ops whose autodiff is faster on a GPU, if forward and backward are in one program."""
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
-"""For ops whose autodiff is faster on GPUs and CPUs."""
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
 """Make a `Pair` of formulas that XLA fuses. Its kernels compute element-wise functions, or sums of them."""

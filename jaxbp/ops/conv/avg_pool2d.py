@@ -169,8 +169,9 @@ def global_avg_pool2d(
 ) -> Float[Array, "batch channels"]:
     """Mean of each channel's image, `y[n, c] = 1/(H W) Σ over h, l of x[n, c, h, l]`.
 
-    `channel_axis` and the errors are as in `max_pool2d`. Source: M. Lin, Q. Chen and S. Yan, "Network in network",
-    ICLR 2014.
+    `channel_axis` and the errors are as in `max_pool2d`.
+
+    Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
     """
     op = "global_avg_pool2d"
     (x,) = checks.floating(op, x=x)

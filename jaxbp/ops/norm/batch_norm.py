@@ -17,7 +17,6 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 AnyChannels = Float[AnyArray, "channels"]
 Results = tuple[Floats, Float[Array, "channels"], Float[Array, "channels"]]
-"""(y, mean, var), or (dx, dscale, dbias)."""
 
 
 def _over(x, channel_axis):
@@ -61,15 +60,14 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, w
 
 
 def _terms(dy, x, mean, rest):
-    """Return dy and `dy (x - mean)`, which the backward sums over the batch and the spatial axes."""
+    """Return dy and `dy (x - mean)`, which the backward sums."""
     return dy, dy * ((x - mean) - rest)
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
     """Return ((a, b, c), dscale, dbias), given the sums of `_terms`, with `dx = a dy + b (x - mean) + c`.
 
-    dx is as in `batch_norm_backward`, plus `dmean/n + dvar 2 (x - mean)/n` from the results mean and var, with
-    n = count.
+    With n = count, the results mean and var add `dmean/n + dvar 2 (x - mean)/n` to the dx of `batch_norm_backward`.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
@@ -96,11 +94,9 @@ def _given_gradients(dy, x, mean, var, scale, bias, *, epsilon):
 
 _BATCH_NORM = fused_pair(_forward, {"xla": _backward, "pallas": _backward_kernel}, save=_normalise, name="batch_norm")
 _WITH_GIVEN = Elementwise("batch_norm", _given, _given_gradients)
-"""Batch normalization with given mean, var, scale, and bias, which broadcast to x."""
 
 
 def _statistics(x, channel_axis, axis_name, use_fast_variance):
-    """Return each channel's mean and variance in float32 or wider, also over the mapped axes `axis_name`."""
 
     def mean_of(a):
         mean = jnp.mean(a, axis=_over(x, channel_axis))
@@ -137,7 +133,6 @@ def batch_norm(
       running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
-      epsilon: a number of at least 0.
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. The variance loses
         digits if a channel's mean is far from zero.
@@ -146,13 +141,12 @@ def batch_norm(
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the batch's mean and variance, in y's dtype, computed in float32 or wider. They are differentiable. The
-      variance of n elements is the sum of squared deviations divided by n. With `running`, mean and var are the new
-      running averages, `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
+      are the batch's, in y's dtype, computed in float32 or wider. They are differentiable. The variance is the mean of
+      squared deviations. With `running`, mean and var are the new running averages,
+      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

@@ -1,4 +1,4 @@
-"""Group normalization: the channels of each example are divided into groups, and each group is normalized."""
+"""Group normalization: each group of an example's channels is normalized."""
 
 import math
 
@@ -25,7 +25,6 @@ Channels = Float[Array, "channels"]
 
 
 def _over(x, axis):
-    """Return the axes over which one group of one example extends."""
     return tuple(i for i in range(1, x.ndim) if i != axis)
 
 
@@ -60,7 +59,7 @@ def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
 
 
 def _terms(dy, x, scale, mean, rest, inv_std):
-    """Return `t = dy scale` and `t x̂`. The formula of dx contains the means of both arrays."""
+    """Return `t = dy scale` and `t x̂`, whose means dx contains."""
     t = dy * scale
     return t, t * (((x - mean) - rest) * inv_std)
 
@@ -102,15 +101,12 @@ def group_norm(
       x: an array whose first axis is the batch.
       scale, bias: one value per channel; None for ones and zeros.
       num_groups: a divisor of the number of channels. Neighboring channels form a group.
-      epsilon: a number of at least 0.
-      implementation: None for the fastest.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """

@@ -70,7 +70,6 @@ def _along_rows(parameter, x):
 
 
 def normalise(x, scale, bias, *, eps, center):
-    """Return (y, offset, inv_std)."""
     offset, inv_std = row_statistics(x, eps=eps, center=center)
     return _scaled(_normalised(x, offset, inv_std), scale, bias, x.dtype), offset, inv_std
 
@@ -101,8 +100,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
     if x.size == 0:
         return gradients(dy, x, scale, bias, offset, inv_std, **options)
     if inv_std is None and eps < jnp.finfo(jnp.float32).tiny:
-        # The streamed kernel pads its last group of rows with zeros. With such a small eps, inv_std of the zeros
-        # would be infinite.
+        # The streamed kernel pads its last group of rows with zeros, whose inv_std would be infinite with a small eps.
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     statistics = (a if a is None else a.ravel() for a in (offset, inv_std))
     arrays = rows(dy), rows(x), scale, bias, *statistics
@@ -143,7 +141,7 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return the default: on GPUs, "pallas" if the kernels in `layer_norm_streamed` are faster, else "autodiff"."""
+    """Return "pallas" as the default on GPUs if the kernels in `layer_norm_streamed` are faster, else "autodiff"."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -158,7 +156,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward without a forward. The backward computes offset and inv_std from x."""
+    """Return the residuals for a backward without a forward. It computes offset and inv_std from x."""
     return x, scale, None, None
 
 
@@ -179,7 +177,6 @@ _LAYER_NORM, _RMS_NORM = (
             "pallas": functools.partial(_save, differentiable(normalise_kernel, normalise, batched(0))),
         },
         residuals=_residuals,
-        # The batch axes of (dy, x, scale, offset, inv_std).
         batch_axes=batched(0, 1, 3, 4),
         name=name,
         unsupported=checks.unsupported_dtype,
@@ -188,7 +185,6 @@ _LAYER_NORM, _RMS_NORM = (
     )
     for name in ("layer_norm", "rms_norm")
 )
-"""Both pairs take `(x, scale, bias)`. RMSNorm's bias is None."""
 
 
 def layer_norm(
@@ -215,8 +211,7 @@ def layer_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -240,13 +235,11 @@ def layer_norm_backward(
 
     with means over each row and sums over all rows.
 
-    Args:
-      dy: gradient with respect to y.
-      Other arguments and errors: as in `layer_norm`.
-
     Returns:
       (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
       Half precisions are summed in float32.
+
+    Arguments and errors are as in `layer_norm`.
 
     Source: docs/layer_norm.md.
     """
@@ -267,9 +260,7 @@ def rms_norm(
 ) -> Rows:
     """RMSNorm, `y = x / sqrt(mean(x²) + eps) * scale`, with the mean over each row.
 
-    If squares of a row's elements overflow, the row's y is NaN.
-
-    Arguments, dtypes, and errors are as in `layer_norm`.
+    If squares of a row's elements overflow, the row's y is NaN. Arguments, dtypes, and errors are as in `layer_norm`.
 
     Source: B. Zhang and R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
     """
@@ -292,13 +283,11 @@ def rms_norm_backward(
 
     with means over each row and the sum over all rows.
 
-    Args:
-      dy: gradient with respect to y.
-      Other arguments and errors: as in `rms_norm`.
-
     Returns:
       (dx, dscale): dx in the dtype of x; dscale in the dtype of scale, or of x if scale is None. Half precisions are
       summed in float32.
+
+    Arguments and errors are as in `rms_norm`.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
@@ -307,7 +296,7 @@ def rms_norm_backward(
 
 
 def _check(op, axis, eps, x, scale, bias=None, **dy):
-    """Return x's shape, and the checked arrays, with the axes of a row combined into one axis."""
+    """Return x's shape, and the checked arrays with the axes of a row combined into one axis."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):

@@ -1,12 +1,13 @@
 """LayerNorm and a dense layer in one op.
 
-For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. w and b are
-the weights and the bias of the dense layer. With inv_std as in `layer_norm_backward`,
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. With inv_std
+as in `layer_norm_backward`, and the weights w and the bias b of the dense layer,
 
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and `db = Σ dy`:
+with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and `db = Σ
+dy`:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,
 
@@ -37,8 +38,8 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""The least number of rows per output for which x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over
-the weights (docs/lab/2026-11-25-norm.md)."""
+"""From this number of rows per output on, x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over the
+weights (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -53,7 +54,7 @@ def _results(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute `_results` by one kernel if one kernel is faster than separate kernels, else by separate kernels."""
+    """Compute `_results` by one kernel where it is faster than separate kernels."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -83,7 +84,7 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the "pallas" forward keeps x̂. It never does in float16, where `w * scale` could lose digits."""
+    """Return whether the "pallas" forward keeps x̂. In float16, it does not, because `w * scale` could lose digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -96,7 +97,6 @@ def _keeps_normalised(x, w):
 
 
 def _normalised_results(normalise, dense, x, scale, bias, w, b, *, eps, precision):
-    """Return (z, x̂, inv_std), with z computed from x̂ and the scaled weights."""
     normalised, _, inv_std = normalise(x, jnp.ones_like(scale), jnp.zeros_like(bias), eps=eps, center=True)
     offsets = jnp.sum(upcast(w) * upcast(bias), axis=1)
     offsets = offsets if b is None else offsets + upcast(b)
@@ -128,7 +128,7 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals for a backward without a forward. The backward computes offset and inv_std from x."""
+    """Return the residuals for a backward without a forward. It computes offset and inv_std from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -147,7 +147,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # The "xla" forward keeps x, not x̂. x̂ is given only if JAX differentiates the "pallas" backward.
+    # The "xla" forward keeps x, so x̂ is given only if JAX differentiates the "pallas" backward.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -222,7 +222,7 @@ def _parameters_of_sums(s, db, scale, bias, w):
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):
-    """Return the default of `layer_norm`. In half precision, avoid "autodiff", which would sum db in half precision."""
+    """Return the default of `layer_norm`, but avoid "autodiff" where it would sum db in half precision."""
     of_layer_norm = layer_norm.default(x, scale, bias, eps=eps)
     if x.dtype.itemsize >= 4:
         return of_layer_norm
@@ -234,7 +234,6 @@ _LAYER_NORM_LINEAR = Pair(
     {"xla": _backward_formula, "pallas": _backward_kernel},
     save={"xla": functools.partial(_save, _results), "pallas": _save_kernel},
     residuals=_residuals,
-    # The batch axes of (dy, x, scale, bias, w, b, offset, inv_std, normalised).
     batch_axes=batched(0, 1, 6, 7, 8),
     name="layer_norm_linear",
     unsupported=checks.unsupported_dtype,
@@ -256,13 +255,12 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward saves x and two numbers per row for the backward. Under "pallas", for many rows in bfloat16 on compute
-    capability 9.0, it saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
+    The forward saves x and two numbers per row for the backward. On compute capability 9.0, `implementation="pallas"`
+    saves the normalized rows instead of x for many rows in bfloat16, and rounds `w * scale` to bfloat16.
 
     Args:
       x, scale, bias, eps: as in `layer_norm`.
-      w: weights of the dense layer.
-      b: bias of the dense layer, or None for no bias.
+      w, b: as in `linear`.
       precision: as in `jax.lax.dot`.
       implementation: None for the fastest. "pallas" calls cuBLAS for products, except where kernels in half precision
         are faster on compute capability 9.0.
@@ -307,13 +305,11 @@ def layer_norm_linear_backward(
 
     with means over each row and sums over all rows.
 
-    Args:
-      dy: gradient with respect to z.
-      Other arguments and errors: as in `layer_norm_linear`.
-
     Returns:
       (dx, dscale, dbias, dw, db): the first four in the dtypes of x, scale, bias, and w; db in the dtype of w. Half
-      precisions are summed in float32. Only "autodiff" sums db in the half precision.
+      precisions are summed in float32, except that `implementation="autodiff"` sums db in half precision.
+
+    Arguments and errors are as in `layer_norm_linear`.
 
     Source: docs/layer_norm.md; for the products, `linear_backward`.
     """

@@ -1,4 +1,4 @@
-"""Pairs (a forward and its backwards) of element-wise ops. All pairs use the kernels `elementwise` and `sum_over`.
+"""Pairs (a forward and its backwards) of element-wise ops, with the kernels `elementwise` and `sum_over`.
 
 Half precisions are computed in float32. Gradients are summed over broadcast axes.
 """
@@ -25,12 +25,11 @@ class Elementwise(Pair):
     """A pair of element-wise formulas with NumPy's broadcasting.
 
     Args:
-      forward: `forward(*arrays, **options)`, in jnp.
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: a `gradient` for the kernels, if `gradient` has operations that kernels do not support, or None.
+      in_kernels: a `gradient` for the kernels, if `gradient` has operations that kernels do not support.
       keeps_result: whether to keep the result y for the backward, instead of the argument x. This saves memory if the
         next op keeps y, too. `gradient(dy, y)` must equal `gradient(dy, x)`.
-      linear_in, default, default_vjp: as in `Pair`.
+      Other arguments: as in `Pair`.
     """
 
     def __init__(
@@ -87,14 +86,12 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """An element-wise op with a parameter that is a static number or a differentiable array of shape ().
+    """An element-wise op with a parameter, `number`, that is static or a differentiable array of shape ().
 
     Args:
-      number: the parameter's name.
       forward: `forward(*arrays, number)`, in jnp.
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)`. It returns the contribution of each element to the
-        gradient with respect to the number.
+      number_gradient: `number_gradient(dy, *arrays, number)`, each element's contribution to the number's gradient.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -159,7 +156,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by one kernel for all arrays that are not broadcast, and one kernel per broadcast array."""
+    """Compute the gradients by one kernel for all arrays that are not broadcast, and one per broadcast array."""
 
     def select(wanted):
         def formula(*values):

@@ -48,8 +48,7 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return backwards in jnp and as a kernel. Both compute the element-wise
-    `formula(dy, a, *statistics(a, axis), **options)`."""
+    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, element-wise, in jnp and as a kernel."""
     # The forward's result is rounded, so the backward computes the statistics again from a. If forward and backward are
     # in one program, XLA computes the statistics once.
 
@@ -154,7 +153,6 @@ def _places(shape, axis):
 
 
 def _extreme(reduction, neutral, exceeds):
-    """Return the forward of `max` or `min`. `neutral` is the result for no elements."""
 
     def forward(a, where, *, initial, **options):
         y = _reduced_where(reduction, neutral)(a, where, **options)

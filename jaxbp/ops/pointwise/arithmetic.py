@@ -1,10 +1,9 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast (aligned from the right). Either
-x1 or x2 may be a number. The result has the dtype to which `jax.numpy` promotes x1 and x2. With `implementation=None`,
-the fastest implementation runs. In every backward, `dy` is the gradient with respect to the result. A backward returns
-`(dx1, dx2)`. Each gradient has the shape and dtype of its argument. It is summed over the axes along which the argument
-is broadcast. Invalid arguments raise a TypeError or a ValueError.
+Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast. Either x1 or x2 may be a number.
+The result has the dtype to which `jax.numpy` promotes x1 and x2. In every backward, `dy` is the gradient with respect
+to the result. A backward returns `(dx1, dx2)`. Each gradient has the shape and dtype of its argument, and is summed
+over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -80,10 +79,8 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a b` as a sum of two numbers: the product of the upper halves of a's and b's digits, and the rest.
-
-    The first number is exact.
-    """
+    """Return `a b` as a sum of two numbers. The first is the exact product of the upper halves of a's and b's
+    digits."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
@@ -145,10 +142,8 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names, with numbers converted to the promoted dtype.
-
-    A number is a Python number, or a weakly typed array, which JAX makes from a Python number.
-    """
+    """Return x1 and x2 by their names, with numbers converted to the promoted dtype. A number is a Python number or a
+    weakly typed array."""
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
     if arrays and any(map(_is_number, (x1, x2))):
         is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
@@ -210,7 +205,7 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
     Where x1 is 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1,
-    and infinite for x2 < 0. Where x1 is 0, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1
+    and infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1
     approaches 0 from above. Where x1 is negative, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))

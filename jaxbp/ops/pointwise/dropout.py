@@ -1,4 +1,4 @@
-"""Dropout. The forward saves the key instead of the mask, because the backward draws the mask again from the key."""
+"""Dropout. The forward saves the key instead of the mask, because the backward draws the mask again."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def _keep(key, shape, rate, broadcast_dims):
 
 
 def _scale(rate):
-    # A rate of 1 drops every element. Its scale is 0, because 1 / (1 - rate) would divide by 0.
+    # The scale for a rate of 1 is 0, because 1 / (1 - rate) would divide by 0.
     if isinstance(rate, float):
         return 1 / (1 - rate) if rate < 1 else 0.0
     kept = 1 - lax.stop_gradient(rate)
@@ -71,15 +71,13 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      key: a key of `jax.random`. It determines which elements are dropped, in the forward and in the backward.
+      key: a key of `jax.random`. The forward and the backward drop the same elements for the same key.
       rate: the probability that an element is dropped: a number in [0, 1], or an array of shape (), whose gradient is
         0.
       broadcast_dims: axes along which all elements are dropped or kept together.
-      implementation: None for the fastest.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """
@@ -95,7 +93,7 @@ def dropout_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. dx equals
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0, which is
     `dropout(dy, key, rate, broadcast_dims)`."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
     # The forward is linear in x, so `vjp` gets dy in place of x.

@@ -1,6 +1,6 @@
 """Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and GEGLU.
 
-The forward saves only its arguments, and the backward computes the activation again.
+The forward saves only its arguments.
 """
 
 import functools
@@ -76,17 +76,14 @@ def gated_linear_unit(
     """Gated linear unit, `y = activation(gate) up`, element by element.
 
     Args:
-      gate, up: two arrays of one shape.
       activation: "silu" for SwiGLU, "gelu" (the tanh approximation) or "gelu_exact" for GEGLU, "relu" for ReGLU, or
         "sigmoid" for GLU.
-      implementation: None for the fastest.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid, or the shapes differ.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """
@@ -105,7 +102,7 @@ def gated_linear_unit_backward(
     """Gradients of `gated_linear_unit`: `dgate = dy up s`, `dup = dy activation(gate)`, where s is the slope of the
     activation at gate.
 
-    The errors are as in `gated_linear_unit`.
+    Arguments and errors are as in `gated_linear_unit`.
     """
     activation = _check("gated_linear_unit_backward", gate, up, activation)
     return _GATED_LINEAR_UNIT.backward_of(implementation, dy, {"gate": gate, "up": up}, activation=activation)

@@ -1,8 +1,7 @@
 """Losses that compare predictions with targets of the same shape.
 
-Predictions and targets are floating arrays of the same shape, without broadcasting. Other arguments raise a TypeError
-or a ValueError. With `implementation=None`, the fastest implementation runs. In every backward, `dy` is the gradient
-with respect to the loss.
+Predictions and targets are floating. Other arguments and shapes that differ raise a TypeError or a ValueError. In every
+backward, `dy` is the gradient with respect to the loss.
 """
 
 import functools
@@ -24,7 +23,6 @@ from jaxbp.sharding import batched
 from pallas_kernels.pointwise.elementwise import elementwise
 
 Gradients = tuple[Floats, Floats]
-"""The gradients with respect to predictions and targets."""
 
 
 def _mean_loss(name, loss, slope):
@@ -120,8 +118,7 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the logarithms of the forward. If only the backward runs, autodiff and the formula are
-    # equally fast.
+    # On a GPU, autodiff reuses the logarithms of the forward. Without the forward, autodiff is as fast as the formula.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -281,7 +278,8 @@ def sigmoid_binary_cross_entropy(
     An infinite logit with the correct sign (inf for y = 1, -inf for y = 0) has the loss 0.
 
     Args:
-      logits, labels: x and y. The labels are in [0, 1], and may be integers or booleans.
+      logits: x.
+      labels: y, in [0, 1], possibly integers or booleans.
       pos_weight: w, the weight of positive labels: a number, an array that broadcasts to the logits, or None for 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
@@ -300,7 +298,7 @@ def sigmoid_binary_cross_entropy_backward(
     """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
     `dlabels = dy (ln σ(-x) - w ln σ(x))`.
 
-    For w = 1, dlogits is `dy (σ(x) - y)`, and dlabels is `-dy x`. The gradient with respect to w is not returned.
+    For w = 1, these are `dlogits = dy (σ(x) - y)` and `dlabels = -dy x`. w gets no gradient.
     """
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)

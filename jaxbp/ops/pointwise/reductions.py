@@ -1,10 +1,10 @@
 """Reductions over any axes.
 
-Every function takes `a`, of any shape and floating dtype. `axis` is one int, several ints, or None for all axes.
-`keepdims` is as in `jax.numpy`. `where` is None, or a boolean array that broadcasts to a and is True for the
-included elements. Excluded elements do not count. Their gradient is 0, even if they are NaN. Results have a's dtype.
-Half precisions are summed in float32. With `implementation=None`, the fastest implementation runs. In every backward,
-`dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+Every function takes `a`, of any shape and floating dtype, and returns a's dtype. Half precisions are summed in float32.
+`axis` is one int, several ints, or None for all axes. `keepdims` is as in `jax.numpy`. `where` is None, or a boolean
+array that broadcasts to a and is True for the included elements. Excluded elements have the gradient 0, even if they
+are NaN. In every backward, `dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 from collections.abc import Sequence
@@ -167,8 +167,7 @@ def max_backward(
 ) -> Floats:
     """Gradient of `max`: `daᵢ = dy` at the first maximum in row-major order, else 0.
 
-    If y is NaN, the first NaN gets dy. If `initial` is larger than all elements, da is 0. Autodiff would split dy
-    among equal maxima.
+    If y is NaN, the first NaN gets dy. If `initial` is larger than all elements, da is 0.
     """
     initial = _initial("max_backward", initial)
     return _backward(MAX.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -202,8 +201,7 @@ def min_backward(
 ) -> Floats:
     """Gradient of `min`: `daᵢ = dy` at the first minimum in row-major order, else 0.
 
-    If y is NaN, the first NaN gets dy. If `initial` is smaller than all elements, da is 0. Autodiff would split dy
-    among equal minima.
+    If y is NaN, the first NaN gets dy. If `initial` is smaller than all elements, da is 0.
     """
     initial = _initial("min_backward", initial)
     return _backward(MIN.vjp, implementation, dy, a, axis, keepdims, where, initial=initial)
@@ -217,7 +215,7 @@ def logsumexp(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`. The largest a is subtracted first.
+    """Logarithm of the sum of exponentials, `y = ln Σᵢ exp(aᵢ)`, computed without overflow.
 
     If every element is -inf or excluded, y is -inf, and the gradient is 0.
     """
@@ -233,7 +231,8 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, computed from a alone, because y is rounded."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`. y is computed again from a, because the forward's y is rounded
+    to a's dtype."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 
