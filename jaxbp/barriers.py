@@ -1,9 +1,8 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
 A barrier prevents XLA from merging equal computations, and from moving or repeating a computation. Before jaxlib
-0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, this file replaces the barrier
-with a call of a function. The attribute `inlineable` keeps XLA from inlining this call. Barriers affect time and
-memory, but not results.
+0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, a function call replaces the
+barrier. The attribute `inlineable` keeps XLA from inlining this call. Barriers affect time and memory, not results.
 """
 
 import functools
@@ -37,7 +36,7 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return f as a function that XLA never inlines. XLA does not inline its derivatives either."""
+    """Return f as a function that XLA never inlines, nor its derivatives."""
 
     @jax.jit
     def inner(x):

@@ -2,9 +2,9 @@
 
 The backward of `state = step(state, t)` needs the state before each step, last step first. `checkpointed_scan` lists
 the policies that decide which states the forward keeps. "logarithmic" divides the steps into n segments of about
-log2(steps) steps, and keeps the states before about log2(n) segments. Binomial checkpointing selects these segments.
-With s kept states, it reverses up to binomial(s + r, s) segments without recomputing any segment more than r times. No
-other schedule reverses more segments.
+log2(steps) steps, and keeps the states before about log2(n) segments, which binomial checkpointing selects. With s kept
+states, it reverses up to binomial(s + r, s) segments without recomputing any segment more than r times, the most that
+is possible.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
@@ -57,8 +57,8 @@ def advance(
 ) -> tuple[Any, Any]:
     """Return the state after the steps `state = step(state, t)` for t from 0 to `steps - 1`, and the kept states.
 
-    `memory` is the policy that selects the kept states, any except "all". `unroll` is the number of steps in the body
-    of a compiled loop. `keep` returns the part of a state that `reverse_scan` needs.
+    The policy `memory`, any except "all", selects the kept states. `unroll` is the number of steps in the body of a
+    compiled loop. `keep` returns the part of a state that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -136,7 +136,7 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps, the first of which is step `start`. `state` is the state before it."""
+    """Return the state after `length` steps, given the state before step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -144,8 +144,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps. The first of these steps is step `start`, and `state` is
-    the state before it."""
+    """Return the carry after the backward of `length` steps, given the state before step `start`, the first of them."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -237,8 +236,8 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
     """Return the function that applies the layers in order, with a gradient that needs less memory.
 
     Each layer is a pure function of a pytree and may close over parameters. The policy `memory` decides which inputs of
-    layers are kept for the gradient. The other inputs are recomputed. For n layers with inputs of c bytes, a gradient
-    needs the intermediate results of one layer, and::
+    layers are kept for the gradient. The others are recomputed. For n layers with inputs of c bytes, a gradient needs
+    the intermediate results of one layer, and::
 
         memory         bytes                                     each layer is recomputed
         "all"          every intermediate result of every layer  never
@@ -374,7 +373,7 @@ def _checkpointed(f, steps, reverse, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`. It gives None in place of float0, which `lax.scan` cannot carry."""
+    """Return the pullback of `jax.vjp`, with None in place of float0, which `lax.scan` cannot carry."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):

@@ -1,7 +1,7 @@
 """An Optax optimizer that updates all parameters in one launch.
 
-`docs/api.md` has the reason and an example. The kernel overwrites the old parameters and moments. Donate these arrays
-or carry them through `jax.lax.scan`, because otherwise XLA copies them first.
+`docs/api.md` has the reason and an example. The kernel overwrites the old parameters and moments. XLA copies them
+first, unless they are donated or carried through `jax.lax.scan`.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ _MOMENTS = ("mu", "nu")
 
 
 class FusedOptimizer(NamedTuple):
-    """An Optax transformation, `init` and `update`, with an `apply` that updates all parameters in one launch.
+    """An Optax transformation with an `apply` that updates all parameters in one launch.
 
     Attributes:
       init: `init(params) -> state`.
       update: `update(grads, state, params) -> (updates, state)`.
       apply: `apply(grads, state, params, finite=None) -> (params, state)`, `update` followed by `optax.apply_updates`.
-        If the flag `finite` is given and false, the parameters and the state do not change. This is
-        `jaxbp.precision.where_finite` in the same launch.
+        If the flag `finite` is given and false, the parameters and the state do not change, as with
+        `jaxbp.precision.where_finite`.
     """
 
     init: Callable[[PyTree], Any]
@@ -56,10 +56,8 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer.
-
-    If the flag `finite` is given and false, return the given params and state.
-    """
+    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer. If the flag `finite` is
+    given and false, nothing changes."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -96,12 +94,12 @@ def fused_adamw(
       mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
-        kernel supports float32, bfloat16, and float16, and computes in float32. In JAX before 0.11.0, None is Optax,
-        because kernels cannot change arrays in place there.
+        kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, whose kernels cannot
+        change arrays in place, None is Optax.
 
     Raises:
       TypeError, ValueError: an argument is not a number or out of range, or `apply` gets trees that do not match.
-      NotImplementedError: `apply` has implementation "pallas" and gets other dtypes, gradients with which Optax would
+      NotImplementedError: with implementation "pallas", `apply` gets other dtypes, gradients with which Optax would
         change the dtype of the state, or arrays on a mesh of several devices.
 
     Sources: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and F.
@@ -114,7 +112,7 @@ def fused_adamw(
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
     values = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip=clip)
-    # Arrays may be traced, so they must be arguments of the compiled function, not constants in it.
+    # Arrays may be traced, so they must be arguments of the compiled function.
     arrays = {name: jnp.asarray(value) for name, value in values.items() if isinstance(value, Array | np.ndarray)}
     adamw = _AdamW({name: value for name, value in values.items() if name not in arrays}, mask)
     chain, plain = adamw.chain(arrays), adamw.plain
@@ -136,8 +134,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as a chain of Optax and as a kernel. `numbers` has the hyperparameters that are numbers or schedules. The
-    argument `arrays` of the methods has the other hyperparameters."""
+    """AdamW as a chain of Optax and as a kernel. `numbers` has the hyperparameters that are numbers or schedules, and
+    the methods' argument `arrays` the others."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -239,10 +237,8 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`.
-
-    The kernel needs arrays at aligned addresses. Under `vmap`, an array in a batch may begin at any address.
-    """
+    """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`. The kernel needs aligned
+    arrays, but in a batch, an array may begin at any address."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap
@@ -257,12 +253,12 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of Adam or of a schedule. Both states count steps."""
+    """Return whether a tree is the state of Adam or of a schedule, which both count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Return the states of Adam and, if there is one, of the schedule, in this order."""
+    """Return the state of Adam, and then of the schedule, if there is one."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
 
 
@@ -311,7 +307,7 @@ def _require(name, value, is_valid, wanted):
     if isinstance(value, Array | np.ndarray):
         if value.shape != ():
             raise ValueError(f"{_NAME}: {name} has shape {value.shape}; wants {wanted}")
-        return  # its value may be known only when the step runs
+        return  # known only when the step runs
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{_NAME}: {name} is {value!r}; wants {wanted}")
     if not is_valid(value):

@@ -42,10 +42,10 @@ class DefaultImplementation:
     """The implementations that `implementation=None` selects: the fastest in benchmarks.
 
     Attributes:
-      gpu: the implementation on GPUs that run the kernels.
-      older_gpu: the implementation on other GPUs, and wherever `gpu` is "pallas" but the kernel does not support the
-        arguments or the mesh.
-      elsewhere: the implementation on other platforms.
+      gpu: for GPUs that run the kernels.
+      older_gpu: for other GPUs, and wherever `gpu` is "pallas" but the kernel does not support the arguments or the
+        mesh.
+      elsewhere: for other platforms.
     """
 
     gpu: str = "pallas"
@@ -169,7 +169,7 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function whose results have the sharding of the op's results; None if JAX infers the sharding."""
+        """Return the function whose results have the sharding of the op's results, or None for JAX's inference."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
@@ -197,16 +197,13 @@ class Op(Generic[P, R]):
         return jax.jit(run)
 
     def _build(self, implementation: str | None, options: Options, name: str) -> Callable:
-        """Return an implementation as a function of arrays. `name` is the op that the user called."""
         return self._scoped(implementation, functools.partial(self.implementations[implementation], **options.values))
 
     def _scoped(self, implementation: str | None, function: Callable) -> Callable:
-        """Return the function in `jax.named_scope`s of the op and the implementation."""
         function = function if implementation is None else jax.named_scope(implementation)(function)
         return jax.named_scope(self.name)(function)
 
     def _bind(self, implementation: str | None, options: Mapping[str, Any]) -> Callable:
-        """Return the result of `_build`, the same object for equal options."""
         try:
             return self._built(implementation, Options(options), _CALLED.get() or self.name)
         except TypeError:
@@ -219,7 +216,7 @@ class Op(Generic[P, R]):
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
-        """Return the same op with another name for error messages, and the same object for equal names."""
+        """Return the op with another name for error messages, and the same object for equal names."""
         if name not in self._renamed:
             maker, arguments = self._made_of
             self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
@@ -240,7 +237,7 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -
 
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-"""The name of the op that the user called. This op may call other ops."""
+"""The op that the user called, and that may call other ops."""
 
 
 @contextlib.contextmanager
@@ -263,7 +260,6 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
 
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
-    """Return a dict from implementations to `function`, which passes its argument `implementation=` on to ops."""
     return {name: functools.partial(function, implementation=name) for name in implementations}
 
 
@@ -290,8 +286,8 @@ class Pair(Op[P, R]):
         `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
         arrays of the set, except for a constant term. `jax.linear_transpose` then works for the arrays of each set.
-      batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`.
-      name, unsupported, default, partitioned, jit: as in `Op`. `batch_axes` implies `partitioned`.
+      batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`. It implies `partitioned`.
+      name, unsupported, default, partitioned, jit: as in `Op`.
       default_vjp: the default implementations of `vjp`, or a function of `(dy, *arrays)`. If omitted, `default` holds.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
-The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25 become zero. Gradients are often
-that small. Therefore, the loss is multiplied by a scale, and its gradients are divided by the scale in float32.
-`docs/mixed_precision.md` has an example.
+The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25, as gradients often are, become
+zero. Therefore, the loss is multiplied by a scale, and its gradients are divided by the scale in float32
+(`docs/mixed_precision.md`).
 
 All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 
@@ -36,7 +36,7 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Maps the name of a policy to its three dtypes: parameters, computation, and results."""
+"""Maps the name of a policy to its dtypes for parameters, computation, and results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy
@@ -166,7 +166,7 @@ class LossScale:
         _require(op, "growth", growth, growth >= 1, "a finite number of at least 1")
         _require(op, "backoff", backoff, 0 < backoff <= 1, "a number above 0 and up to 1")
         _require(op, "interval", interval, interval >= 1 and interval == int(interval), "a whole number above 0")
-        # Two separate arrays, because one buffer cannot be donated twice.
+        # One buffer cannot be donated twice.
         finite_steps, skipped_steps = (jnp.zeros((), jnp.int32) for _ in range(2))
         options = dict(growth=float(growth), backoff=float(backoff), interval=int(interval), minimum=float(minimum))
         return cls(jnp.asarray(initial, jnp.float32), finite_steps, skipped_steps, **options)
@@ -190,7 +190,7 @@ class LossScale:
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale after a step, given whether the step was finite."""
+        """Return the scale after a step that was finite or not."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)
@@ -209,9 +209,8 @@ class LossScale:
 
         Returns:
           A function of f's arguments that returns `(value, gradients, finite, next_scale)`. The value is the loss, or
-          with `has_aux` the pair `(loss, aux)`. The gradients are divided by the scale, in float32 or wider, and have
-          JAX's dtype float0 for arrays that are not floating. `finite` is whether the gradients and the loss are
-          finite.
+          with `has_aux` the pair `(loss, aux)`. The gradients are unscaled, in float32 or wider, with JAX's dtype
+          float0 for arrays that are not floating. `finite` is whether the gradients and the loss are finite.
         """
 
         def scaled(*args, **kwargs):
@@ -266,8 +265,6 @@ def where_finite(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
 
 
 class LossScaledState(NamedTuple):
-    """State of `loss_scaled`: the loss scale, and the state of the optimizer."""
-
     loss_scale: LossScale
     inner: Any
 

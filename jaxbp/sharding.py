@@ -29,8 +29,7 @@ class Axes:
     """Batch axes of the arguments of a kernel.
 
     Attributes:
-      of: maps the position of an argument to its batch axis, or to a sequence with one axis per leaf of the argument.
-        The other arguments have no batch axis.
+      of: maps the position of an argument with a batch axis to this axis, or to a sequence with one axis per leaf.
       multiple_of: a number that must divide the number of examples per device.
     """
 
@@ -43,18 +42,14 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares the leading axes of the arguments at these positions as batch axes.
-
-    It declares no batch axes if the argument at the first of these positions has at most `features` axes.
-    """
+    """Return a function that declares the leading axes of the arguments at `places` as batch axes, unless the first of
+    these arguments has at most `features` axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh on which the arrays lie, or None if they lie on one device.
-
-    Return None within `jax.shard_map`, where each device has separate arrays.
-    """
+    """Return the mesh on which the arrays lie. Return None if they lie on one device, and within `jax.shard_map`, where
+    each device has separate arrays."""
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:
@@ -86,12 +81,11 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device, with the device's part of the examples.
+    """Return a function that runs `kernel` on each device, with the device's part of the examples, or if the devices do
+    not divide them evenly, with all examples.
 
-    If the examples cannot be divided evenly among the devices, every device runs `kernel` with all examples.
-
-    Each result of `kernel` must have a batch axis or be a sum over the examples. `formula` is the same function in jnp,
-    which determines the shapes of the results.
+    Each result must have a batch axis or be a sum over the examples. The same function in jnp, `formula`, determines
+    the shapes of the results.
     """
 
     @functools.wraps(kernel)
@@ -186,14 +180,12 @@ mlir.register_lowering(_one_device_p, _lower_for_one_device)
 
 
 def _sum(a, names):
-    """Return the sum of an array over the mesh axes `names`, computed in float32 or wider."""
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     return lax.psum(wide, names).astype(a.dtype) if names else a
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes over which the first batch axis is sharded, or () if these axes do not divide the batch axis
-    evenly."""
+    """Return the mesh axes over which the first batch axis is sharded, or () if they do not divide it evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)

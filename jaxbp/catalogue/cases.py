@@ -19,13 +19,13 @@ def case_of(*arguments: Any, **options: Any) -> Case:
 
 ANY = dict(stride=(2, 1), padding=(1, 0))
 POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
-# The values are so far apart that a step of finite differences does not change which element is the maximum.
+# A step of finite differences does not change which element is the maximum.
 APART = Argument((1, 2, 5, 6), apart=True)
 CLASS = Argument((BATCH,), below=10)
 
 LABELS = Argument((2, 3), below=4)
 LAYERS = ((6, 5), (6,), (4, 6), (4,))
-# The scale keeps activations small. With large ones, the softmax would give one class nearly all the probability.
+# With larger activations, the softmax would give one class nearly all the probability.
 LENET_TAIL = (
     (BATCH, 256),
     CLASS,
@@ -36,12 +36,10 @@ BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""The shapes in LeNet's two blocks of convolution, ReLU, and pool: images x, filters w, the convolution's result z, and
-the pool's result y."""
+"""The shapes of images x, filters w, the convolution's result z, and the pool's result y in LeNet's two blocks."""
 
 
 def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
-    """Return the case `of(x, w, z, y)` for the shapes of each block of `BLOCKS`."""
     return {f"{name}{i}": of(*shapes) for i, shapes in enumerate(BLOCKS, 1)}
 
 
@@ -54,13 +52,13 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""Sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion parameters (5120 channels).
-Each entry has the layout of the sequences, and then the sizes of their axes."""
+"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion
+parameters (5120 channels)."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return the case of a causal convolution with one filter of four elements per channel. `layout` is "NWC" or "NCW".
-    `sizes` are the sizes of the axes after the batch."""
+    """Return the case of a causal convolution with one filter of four elements per channel. `sizes` are in the order of
+    `layout`, "NWC" or "NCW", without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -73,7 +71,7 @@ def pair_entries(
     """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases of the entries. Their arguments are `dy`, and then all arguments of the function.
+      small, real: the cases. Their arguments are `dy`, and then all arguments of the function.
       takes: selects the arguments of the function that the backward takes after `dy`.
       like: the field `like` of both entries. If it is the function's name, only the backward's entry gets it.
     """
@@ -104,10 +102,8 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of x1 and x2, and of its backward. Their cases broadcast x1 and x2.
-
-    `of` maps "x1" and "x2" to keyword arguments of `Argument`.
-    """
+    """Return the entries of a function of x1 and x2, which broadcast, and of its backward. `of` maps "x1" and "x2" to
+    keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -136,8 +132,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of ops whose gradient goes to the first of several equal numbers. Autodiff would divide the
-    gradient among these numbers."""
+    """Return the entries of ops whose gradient goes to the first of several equal numbers, unlike autodiff's."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -152,7 +147,6 @@ def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, 
 
 
 def row_cases(*sizes: tuple[int, ...], of: Callable[..., Case]) -> dict[str, Case]:
-    """Return the case `of(*size)` with the batch size `rows` for each `(rows, *size)` in `sizes`."""
     return {f"{rows}x{'x'.join(map(str, size))}": dataclasses.replace(of(*size), batch=rows) for rows, *size in sizes}
 
 
@@ -175,8 +169,7 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of a layer of a published network of logic gate trees. Windows other than 3 x 3 have no
-    padding."""
+    """Return the case of a layer of a published network of logic gate trees. Only windows of 3 x 3 have padding."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)
@@ -188,7 +181,6 @@ CHECKERBOARD = AutomatonArgument(8, 16, (8, 4, 2), (*[256] * 10, 128, 64, 32, 16
 
 
 def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:
-    """Return the entries of a function of an automaton, and of its backward. The realistic case is `CHECKERBOARD`."""
 
     def at(automaton, grid, logits):
         state = automaton.state(*grid)

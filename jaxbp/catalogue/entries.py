@@ -1,7 +1,7 @@
 """The table of ops, with small cases for checks and realistic cases for lowering and timing.
 
-Tests check every implementation of each op in this table against finite differences. Tests also run the op's kernels in
-an interpreter, and lower the kernels for CUDA in every dtype that the kernels take. The bench times the op.
+Tests compare every implementation with finite differences, run the kernels in an interpreter, and lower them for CUDA
+in every dtype that they take.
 """
 
 import functools
@@ -400,4 +400,3 @@ CATALOGUE: tuple[Entry, ...] = (
     *tick_entries(automaton_rollout.automaton_step),
     *tick_entries(automaton_rollout.automaton_rollout, steps=2),
 )
-"""The entries of all ops: one per public function and one per public backward."""

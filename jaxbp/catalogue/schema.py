@@ -17,17 +17,14 @@ from jaxbp.logic.tree_wires import TreeWires
 from jaxbp.logic.wires import Wires
 
 BATCH = "batch"
-"""A placeholder for the batch size in a shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A random array.
-
-    Floats are standard normal, times `scale`, plus `offset` along the last axis.
+    """A random array. Floats are standard normal, times `scale`, plus `offset` along the last axis.
 
     Attributes:
-      shape: the sizes of the axes, one of which may be `BATCH`.
+      shape: the sizes of the axes, one of which may be `BATCH`, which is replaced by the batch size.
       below: the exclusive upper bound of integers; None for floats.
       weights: whether the array is the softmax of the floats over the last axis.
       apart: whether the floats are evenly spaced, in random order.
@@ -60,10 +57,9 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, which are the same for every key and dtype. `code` is a Python expression that creates the wires."""
+    """Wires, the same for every key and dtype. `code` is a Python expression that creates them."""
 
     shape: ClassVar[tuple[()]] = ()
-    """Wires have no batch axis."""
     code: str
 
     def struct(self, batch: int, dtype: DTypeLike) -> Any:
@@ -119,11 +115,10 @@ class AutomatonArgument(FixedArgument):
 
     @property
     def gates_a_cell(self) -> int:
-        """The number of gates evaluated per cell and tick."""
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return the logits as two lists, with one argument per perception layer and one per update layer."""
+        """Return the logits: one argument per perception layer, and one per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
@@ -134,10 +129,8 @@ class AutomatonArgument(FixedArgument):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments, which are pytrees of `Argument` and `FixedArgument`, and its options.
-
-    `batch` is the batch size for timing; None for the bench's default.
-    """
+    """An op's arguments, which are pytrees of `Argument` and `FixedArgument`, and its options. `batch` is the batch
+    size for timing; None for the bench's default."""
 
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -164,7 +157,7 @@ class Entry:
     """A public function of jaxbp, with the cases for its checks and timings.
 
     Attributes:
-      function: the public function. It takes the arguments and options of the cases, and `implementation=`.
+      function: takes the arguments and options of the cases, and `implementation=`.
       small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
       kernel_dtypes: the dtypes that the kernels of the function take; empty if it has none.

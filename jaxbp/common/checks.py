@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops. They run when an op is traced, and raise a TypeError or a ValueError."""
+"""Checks of the arguments of ops, when an op is traced. They raise a TypeError or a ValueError."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AnyFloats = Float[AnyArray, "*shape"]
 Floats = Float[Array, "*shape"]
 """A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""A mask, which is True for the elements that an op includes. It broadcasts to the array that has these elements."""
+"""A mask, True for the elements that an op includes. It broadcasts to the array of these elements."""
 Number = float | Float[AnyArray, ""]
 """A static number, or an array that may be traced."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
@@ -27,10 +27,8 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`.
-
-    The arguments named in `optional` may be None.
-    """
+    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Those named
+    in `optional` may be None."""
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
     for name, a in given.items():
@@ -46,7 +44,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require that `a` has the shape `wanted`. There, "batch" is any size, and any other string any size except 0."""
+    """Require that `a` has the shape `wanted`, in which "batch" is any size, and any other string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -116,7 +114,7 @@ def unsupported(*arrays: Any, **options: Any) -> str | None:
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels do not support the dtypes of the arrays, or None if they do."""
+    """Return why the kernels do not support the arrays' dtypes, or None if they do."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -128,14 +126,13 @@ def array(op: str, name: str, a: Any) -> Array:
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; wants an array")
     if isinstance(a, Array) and not isinstance(a, jax.core.Tracer):
         return a
-    return jnp.asarray(a)  # A tracer of `jax.grad` may hold a Python number, which becomes an array.
+    return jnp.asarray(a)  # a tracer of `jax.grad` may hold a Python number
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
     """Return `where` as a boolean array, or None.
 
-    `where` must broadcast to the shape in `shapes` with equally many axes. If there is none, it must broadcast to the
-    first shape.
+    `where` must broadcast to the shape in `shapes` with equally many axes, or if there is none, to the first shape.
     """
     if where is None:
         return None

@@ -18,7 +18,7 @@ class ByContent:
 
     @functools.cached_property
     def _content(self) -> Any:
-        """Return a hashable value that determines the content. It is None if an array is a tracer or on other hosts."""
+        """Return a hashable value that determines the content, or None if an array is a tracer or on other hosts."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         leaves, structure = jax.tree.flatten(fields)
         if not all(map(_is_concrete, leaves)):

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The path, shape, and dtype of a leaf of an argument. Shape and dtype are None if the leaf is not an array."""
+    """A leaf of an argument. Shape and dtype are None if the leaf is not an array."""
 
     path: str
     shape: tuple[int, ...] | None
@@ -22,7 +22,7 @@ class _Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The structures, shapes, and dtypes of a function's arguments. An object of this class is a key of a cache."""
+    """The structures, shapes, and dtypes of a function's arguments, as a key of a cache."""
 
     leaves: tuple[_Leaf, ...]
     structure: Any
@@ -53,7 +53,7 @@ def _leaf(path: tuple, a: Any) -> _Leaf:
 
 
 def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
-    """Check the gradient with respect to one argument. The gradient, or parts of the gradient, may be None."""
+    """Check the gradient with respect to one argument. The gradient, or parts of it, may be None."""
     if kinds is None or gradient is None:
         return
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)
@@ -84,16 +84,15 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Select the gradients of the arguments that have a floating leaf. Return a tuple, or the only gradient alone."""
+    """Select the gradients of the arguments that have a floating leaf. Return a tuple, or the only gradient."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the gradients of `function(*arguments)` by JAX's autodiff, for the arguments that have a floating leaf.
+    """Return the gradients of `function(*arguments)` by JAX's autodiff, as `of_floating` does.
 
-    dy is the gradient with respect to the function's result. A leaf that is not floating has the gradient None. If only
-    one argument has a floating leaf, return its gradient, else a tuple of gradients.
+    dy is the gradient with respect to the function's result. A leaf that is not floating has the gradient None.
     """
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]
@@ -108,10 +107,8 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
 
 
 def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
-    """Return each gradient in the dtype of its argument, if the argument is floating.
-
-    `arguments` and `gradients` are pytrees of equal structure.
-    """
+    """Return each gradient in the dtype of its argument, if the argument is floating. Both pytrees have one
+    structure."""
 
     def converted(a, gradient):
         dtype = jnp.result_type(a)

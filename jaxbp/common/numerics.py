@@ -15,10 +15,7 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True, else `other`. If `where` is None, return `a`.
-
-    Elements of `a` where `where` is False have a gradient of 0, even if they are NaN.
-    """
+    """Return `a` where `where` is None or True, else `other`. There, the gradient of `a` is 0, even if `a` is NaN."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
@@ -69,11 +66,8 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores.
-
-    They may in dtypes other than float32, and in float32 unless `precision` excludes TF32. If `precision` is None,
-    JAX's default precision decides.
-    """
+    """Return whether products may run on the tensor cores. In float32, they may unless `precision`, or JAX's default
+    precision if it is None, excludes TF32."""
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 REMEMBERED = 128
-"""The number of combinations of options that a cache remembers."""
+"""The number of combinations of options in a cache."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """Options of an op as a key of a cache. Values of different types are unequal: True is not 1, and 2 is not 2.0."""
+    """Options of an op as a key of a cache. Values of different types are unequal, such as 2 and 2.0."""
 
     values: Mapping[str, Any]
 
@@ -36,9 +36,8 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build` with a cache of its recent results. Callers pass options of ops to it as an `Options` object.
+    """Return `build`, which returns a function of an `Options` object, with a cache of its recent results.
 
-    `build` returns a function. JAX finds a cached trace by a function's identity, so equal options must give one and
-    the same function object.
+    JAX finds a cached trace by a function's identity, so equal options must give the same function object.
     """
     return functools.lru_cache(REMEMBERED)(build)

@@ -1,4 +1,4 @@
-"""Geometry of windows that move over images: the filters of a convolution and the windows of a pool."""
+"""Geometry of the filters of a convolution and the windows of a pool."""
 
 import dataclasses
 import inspect
@@ -11,11 +11,11 @@ from jax import lax
 from jaxbp.common import checks
 
 Size = int | tuple[int, int]
-"""One int for both rows and columns, or a pair (rows, columns)."""
+"""One int, or a pair (rows, columns)."""
 AxisPadding = int | tuple[int, int]
 """One int for both ends of an axis, or a pair (before, after)."""
 Padding = int | str | Sequence[AxisPadding]
-"""One int; one entry per axis, an int or a pair (before, after); or "SAME", "SAME_LOWER", or "VALID"."""
+"""One int; one entry per axis; or "SAME", "SAME_LOWER", or "VALID"."""
 
 _NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID")
 _Function = TypeVar("_Function", bound=Callable)
@@ -23,10 +23,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size.
-
-    `padding` is a pair (before, after) per axis. It includes the padding that the pool's option `ceil_mode` adds.
-    """
+    """The windows of a pool on images of one size. `padding` is a pair (before, after) per axis, with `ceil_mode`'s."""
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -41,7 +38,7 @@ class Windows:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The size of a window, including the gaps that dilation leaves between its positions."""
+        """The size of a window with the gaps of dilation."""
         return dilated(self.window, self.dilation)
 
     @property

@@ -1,6 +1,6 @@
 """The layers of LeNet and the MLP-Mixer, in the layouts of the CUDA literature: NCHW, OIHW, and `(out, in)`.
 
-The ops that fuse several layers use these layouts. `jaxbp.nnx` has the layers for other models.
+Ops that fuse several layers use these layouts. `jaxbp.nnx` has the layers for other models.
 """
 
 import jax
@@ -31,8 +31,7 @@ class Conv2d(nnx.Module):
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
       dtype: the dtype of the computation, to which inputs and parameters are cast.
       param_dtype: the dtype in which the parameters are stored.
-      rngs: random keys. The parameters are drawn with the stream `params`, uniformly within ±1/sqrt(number of inputs
-        per output).
+      rngs: the stream `params` draws the parameters, uniformly within ±1/sqrt(number of inputs per output).
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Conv2d(nnx.Module):
         self.implementation, self.dtype = implementation, dtype
 
     def parameters(self) -> tuple[Array, Array]:
-        """Return weight and bias in the dtype of the computation."""
         return self.weight[...].astype(self.dtype), self.bias[...].astype(self.dtype)
 
     def __call__(self, x: Float[AnyArray, "batch in_channels height width"]) -> Float[Array, "batch out_channels h w"]:

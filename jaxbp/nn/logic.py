@@ -24,7 +24,7 @@ Wiring = Callable[[int, int, int], Wires]
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
     """Return one bit per feature and threshold t, `x > t`, in x's dtype. The bits of a feature are adjacent.
 
-    If x is floating, the thresholds are rounded to x's dtype. If x is integer or boolean, they are not rounded.
+    If x is floating, the thresholds are rounded to x's dtype.
     """
     x = jnp.asarray(x)
     thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
@@ -32,7 +32,7 @@ def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -
 
 
 class GateOptions(TypedDict, total=False):
-    """The keyword arguments of every layer of gates, documented in `LogicLayer`. Only `rngs` is required."""
+    """The keyword arguments of every layer of gates (see `LogicLayer`). Only `rngs` is required."""
 
     initialization: Literal["normal", "residual"]
     parametrization: Parametrization
@@ -78,7 +78,7 @@ class LogicLayer(Gates):
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The parameters stay float32.
-      rngs: random keys. The stream `params` is used for initialization "normal".
+      rngs: the stream `params` is used for initialization "normal".
     """
 
     def __init__(self, wires: Wires, **options: Unpack[GateOptions]):
@@ -87,10 +87,8 @@ class LogicLayer(Gates):
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
-        """Return the outputs of the gates, or if `groups` is given, their sums over groups, as in `jaxbp.gate_layer`.
-
-        With `hard`, each gate computes its most probable function.
-        """
+        """Return the gates' outputs, or with `groups` their sums, as in `jaxbp.gate_layer`. With `hard`, each gate
+        computes its most probable function."""
         return self._apply(gate_layer, x, hard=hard, groups=groups)
 
 
@@ -100,10 +98,8 @@ class LogicNetwork(nnx.Module):
     Args:
       inputs: the number of input bits.
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      classes: the number of classes.
       tau: a number above 0.
       wiring: a function that makes the wires of a layer, `wiring(inputs, gates, seed)`.
-      seed: the seed of the wires.
       options: as in `LogicLayer`.
 
     Raises:
@@ -138,5 +134,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return a circuit in which each gate computes its most probable function, without the sums over groups."""
+        """Return a circuit of each gate's most probable function, without the sums over groups."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

@@ -21,13 +21,13 @@ from jaxbp.pairing import Implementation
 
 
 class LogicAutomaton(nnx.Module):
-    """`jaxbp.automaton_rollout` with its parameters, which are the logits of each layer, and its fixed wires.
+    """`jaxbp.automaton_rollout` with its parameters, the logits of each layer, and its fixed wires.
 
     Args:
       channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
       initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.automaton_rollout`.
-      rngs: random keys. The stream `params` is used for initialization "normal".
+      rngs: the stream `params` is used for initialization "normal".
 
     Raises:
       ValueError: as in `Automaton.create`.
@@ -82,7 +82,7 @@ class LogicAutomaton(nnx.Module):
     ) -> Float[Array, "batch height width channels"]:
         """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function.
 
-        The other arguments and the errors are as in `jaxbp.automaton_rollout`.
+        Other arguments and errors are as in `jaxbp.automaton_rollout`.
         """
         logits = jax.tree.map(self._hard, self.logits) if hard else self.logits
         return automaton_rollout(
@@ -100,11 +100,11 @@ class LogicAutomaton(nnx.Module):
 
     @property
     def logits(self) -> Logits:
-        """The parameters, in the form that `jaxbp.automaton_rollout` takes."""
+        """The parameters, as `jaxbp.automaton_rollout` takes them."""
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """Return the automaton as a circuit on bits, in which each gate computes its most probable function."""
+        """Return the automaton as a circuit on bits of each gate's most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)

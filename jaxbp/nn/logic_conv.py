@@ -58,7 +58,6 @@ class LogicConv2d(Gates):
 
     @property
     def options(self) -> dict[str, Size | Padding]:
-        """Stride and padding, and the pool if there is one."""
         options = dict(stride=self.stride, padding=self.padding)
         return options if self.pool is None else options | dict(pool=self.pool)
 
@@ -93,7 +92,7 @@ class LogicConvNetwork(nnx.Module):
 
     Args:
       shape: channels, height and width of the images of bits.
-      convolutions: the convolutions, at least one.
+      convolutions: at least one.
       widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed also
         determines the wires of the convolutions.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.
@@ -154,7 +153,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return a circuit in which each gate computes its most probable function, without the sums over groups."""
+        """Return a circuit of each gate's most probable function, without the sums over groups."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

@@ -18,8 +18,7 @@ class MixerBlock(nnx.Module):
     """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
     The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`. `patches_hidden` and
-    `channels_hidden` are the hidden widths of the MLPs. `options` are the arguments `implementation`, `dtype` and
-    `rngs` of every layer.
+    `channels_hidden` are the hidden widths of the MLPs. `options` are those of every layer.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
@@ -46,9 +45,9 @@ class Mixer(nnx.Module):
       channels: the number of channels of each patch in the blocks.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
       blocks: the number of mixer blocks.
-      implementation: the implementation of every op, as in `jaxbp.layer_norm_linear`.
+      implementation: for every op, as in `jaxbp.layer_norm_linear`.
       dtype: the dtype of the computation. The parameters are float32.
-      rngs: random keys. The parameters are drawn with the stream `params`.
+      rngs: the stream `params` draws the parameters.
 
     Raises:
       ValueError: the patches do not fill the image.
@@ -88,5 +87,5 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        # The dense layer comes after the norm and is linear, so the mean may be taken after it.
+        # The dense layer is linear, so the mean may be taken after it.
         return jnp.mean(self.head(x), axis=1)

@@ -1,7 +1,6 @@
 """Layers with the constructors, parameters, and layouts of `flax.nnx`, whose calls run ops of jaxbp.
 
-`jaxbp.nnx.Linear` can replace `flax.nnx.Linear` without any other change. The same holds for all other names that exist
-in `flax.nnx`.
+Each of these layers can replace the layer of the same name in `flax.nnx` without any other change.
 """
 
 from jaxbp.nnx.activations import PReLU as PReLU

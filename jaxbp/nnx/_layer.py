@@ -1,4 +1,4 @@
-"""The base class of all layers. It adds the argument `implementation`, and decides which calls Flax computes."""
+"""The base class of all layers, which decides which calls Flax computes."""
 
 import inspect
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ class Layer:
 
     Args:
       args, options: the arguments of the layer of Flax.
-      implementation: the implementation of the op, as in `jaxbp.linear`. It is a static attribute.
+      implementation: the implementation of the op, a static attribute.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -48,13 +48,13 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return a dict from each option of the constructor that the op lacks to whether this option is in use."""
+        """Return a dict from each option of the constructor that the op lacks to whether it is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
 
-        `arguments` maps each argument of the call that the op lacks to whether this argument is in use.
+        `arguments` maps each argument of the call that the op lacks to whether it is in use.
         """
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
@@ -67,10 +67,10 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether the option is used.
+    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
 
     Raises:
-      NotImplementedError: an option that the op lacks is in use, and the implementation is "pallas" or "xla".
+      NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):
@@ -80,5 +80,5 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
 
 
 def _is_supported(dtypes: set) -> bool:
-    """Return whether there is only one dtype, and all ops support it: a floating dtype of at least 16 bits."""
+    """Return whether there is only one dtype, and it is floating with at least 16 bits."""
     return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Activation functions. `glu`, `logsumexp`, and `PReLU` call ops of jaxbp. The others are ops of jaxbp."""
+"""Activation functions. Those that are not defined here are ops of jaxbp."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def logsumexp(
     """`flax.nnx.logsumexp`, computed by `jaxbp.logsumexp`. If `b` or `return_sign` is given, JAX computes the call.
 
     Raises:
-      NotImplementedError: `b` or `return_sign` is given, and the implementation is "pallas" or "xla".
+      NotImplementedError: JAX would compute a call with the implementation "pallas" or "xla".
     """
     if needs_flax("logsumexp", implementation, b=b is not None, return_sign=return_sign):
         return jax.nn.logsumexp(a, axis, b, keepdims, return_sign, where)

@@ -16,8 +16,8 @@ class Conv(Layer, nnx.Conv):
     """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`.
 
     Images are `(..., height, width, in_features)`, and `kernel` has the shape `(*kernel_size, in_features /
-    feature_group_count, out_features)`. If `conv_general_dilated`, `preferred_element_type`, `input_dilation`, or
-    `out_sharding` is given, or if there are more than two spatial axes, Flax computes the call.
+    feature_group_count, out_features)`. Flax computes calls with `conv_general_dilated`, `preferred_element_type`,
+    `input_dilation`, `out_sharding`, or more than two spatial axes.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -66,5 +66,4 @@ class Conv(Layer, nnx.Conv):
 
 
 def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
-    """Return one number per axis. None means 1."""
     return (1 if value is None else value,) * axes if value is None or isinstance(value, int) else tuple(value)

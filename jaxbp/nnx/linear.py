@@ -15,8 +15,8 @@ from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softm
 class Linear(Layer, nnx.Linear):
     """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x kernel + bias`.
 
-    `kernel` has the shape `(in_features, out_features)`. If `dot_general`, `preferred_element_type`, or `out_sharding`
-    is given, Flax computes the call.
+    `kernel` has the shape `(in_features, out_features)`. Flax computes calls with `dot_general`,
+    `preferred_element_type`, or `out_sharding`.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -41,17 +41,16 @@ class LinearSoftmaxCrossEntropy(Linear):
 
     A call returns the logits. `loss` returns the loss without storing all logits.
 
-    `kernel` has the shape `(in_features, out_features)`, and the op wants weights with one row per class. If the op
-    divides the inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights
-    that are tied to an `Embed`, call the op instead, because these weights already have one row per class.
+    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class, so XLA stores the
+    transposed kernel, and transposes its gradient, if the op divides the inputs into chunks. For weights that are tied
+    to an `Embed`, call the op instead, because these weights already have one row per class.
 
     Args:
-      args, options: `implementation`, and the arguments of `flax.nnx.Linear` except `dot_general` and
-        `preferred_element_type`.
+      args, options: `implementation`, and the arguments of `flax.nnx.Linear`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
 
     Raises:
-      NotImplementedError: an option of the constructor exists only in Flax.
+      NotImplementedError: an option of the constructor exists only in Flax, such as `dot_general`.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class LinearSoftmaxCrossEntropy(Linear):
         self.softcap, self.reduction = softcap, reduction
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
-        """Return the logits, for predictions."""
+        """Return the logits."""
         logits = super().__call__(inputs, out_sharding)
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
@@ -100,8 +99,8 @@ class LinearSoftmaxCrossEntropy(Linear):
 class Embed(Layer, nnx.Embed):
     """`flax.nnx.Embed`, computed by `jaxbp.embedding`: `y = embedding[x]`.
 
-    `embedding` has the shape `(num_embeddings, features)`. `attend` calls `jaxbp.linear`, without a transpose. If
-    `out_sharding` is given, or if there is only one embedding, Flax computes the call.
+    `embedding` has the shape `(num_embeddings, features)`. `attend` calls `jaxbp.linear`, without a transpose. Flax
+    computes calls with `out_sharding` or only one embedding.
     """
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:

@@ -27,8 +27,6 @@ class _Norm(Layer):
 
 
 class _OverLastAxis(_Norm):
-    """A layer that normalizes the last axis by an op, or other axes by Flax."""
-
     reduction_axes: Any
     feature_axes: Any
 
@@ -41,7 +39,7 @@ class LayerNorm(_OverLastAxis, nnx.LayerNorm):
     """`flax.nnx.LayerNorm`, computed by `jaxbp.layer_norm`.
 
     The variance is the mean of the squared deviations, also with `use_fast_variance=True`, which loses digits in Flax.
-    If there is a mask or an axis name, or if axes other than the last are reduced, Flax computes the call.
+    Flax computes calls with a mask, an axis name, or axes other than the last.
     """
 
     def __call__(self, x: Any, *, mask: Any = None) -> Array:
@@ -54,7 +52,7 @@ class LayerNorm(_OverLastAxis, nnx.LayerNorm):
 class RMSNorm(_OverLastAxis, nnx.RMSNorm):
     """`flax.nnx.RMSNorm`, computed by `jaxbp.rms_norm`.
 
-    If there is a mask or an axis name, or if axes other than the last are reduced, Flax computes the call.
+    Flax computes calls with a mask, an axis name, or axes other than the last.
     """
 
     def __call__(self, x: Any, mask: Any = None) -> Array:
@@ -67,8 +65,7 @@ class RMSNorm(_OverLastAxis, nnx.RMSNorm):
 class GroupNorm(_Norm, nnx.GroupNorm):
     """`flax.nnx.GroupNorm`, computed by `jaxbp.group_norm`, with the channels on the last axis.
 
-    The variance is computed as in `LayerNorm`. If there is a mask or an axis name, or if `reduction_axes` is given,
-    Flax computes the call.
+    The variance is computed as in `LayerNorm`. Flax computes calls with a mask, an axis name, or `reduction_axes`.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -93,8 +90,8 @@ class GroupNorm(_Norm, nnx.GroupNorm):
 class BatchNorm(_Norm, nnx.BatchNorm):
     """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`.
 
-    The running averages keep the dtype of the variables `mean` and `var`. If there are a mask, `axis_index_groups`, or
-    several axes in `axis`, or if the input has only the axis of the channels, Flax computes the call.
+    The running averages keep the dtype of the variables `mean` and `var`. Flax computes calls with a mask,
+    `axis_index_groups`, several axes in `axis`, or an input that has only the axis of the channels.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:

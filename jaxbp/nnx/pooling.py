@@ -26,8 +26,8 @@ def max_pool(
     """`flax.nnx.max_pool`, computed by `jaxbp.max_pool2d`.
 
     Args:
-      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. If there are more than two
-        spatial axes, Flax computes the call.
+      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. With more than two spatial
+        axes, Flax computes the call.
       window_shape: one size per spatial axis.
       strides: one stride per spatial axis. None means 1, unlike in `jaxbp.max_pool2d`.
       padding: "SAME", "VALID", or one pair (before, after) per spatial axis, filled with -inf.
@@ -54,10 +54,7 @@ def avg_pool(
 
     Args:
       count_include_pad: whether a mean includes the zeros of the padding.
-      Other arguments: as in `max_pool`, but the padding is filled with 0 instead of -inf.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as in `max_pool`.
+      Other arguments and errors: as in `max_pool`, but the padding is filled with 0 instead of -inf.
     """
     given, options = (inputs, window_shape, strides, padding), dict(count_include_pad=count_include_pad)
     return _pool("avg_pool", avg_pool2d, nnx.avg_pool, *given, implementation=implementation, **options)

@@ -1,9 +1,8 @@
 """Activation functions.
 
-Every function takes x of any shape and floating dtype, and returns an array of x's shape and dtype. The kernels support
-only float32, bfloat16, and float16. Half precisions are computed in float32. With `implementation=None`, the fastest
-implementation runs. In every backward, `dy` is the gradient with respect to y. A dtype that is not floating raises a
-TypeError. Shapes that do not fit raise a ValueError.
+Every function takes x of any shape and floating dtype, and returns an array of x's shape and dtype. Half precisions are
+computed in float32. The kernels support only float32, bfloat16, and float16. In every backward, `dy` is the gradient
+with respect to y. A dtype that is not floating raises a TypeError, and a wrong shape a ValueError.
 """
 
 import math
@@ -86,10 +85,8 @@ _SATURATION = 1000.0
 
 
 def _saturating(function):
-    """Return `function`, replaced by 0 below `-_SATURATION` and by x above `_SATURATION`.
-
-    For such x, `function` itself may multiply 0 by infinity.
-    """
+    """Return `function`, replaced by 0 below `-_SATURATION` and by x above `_SATURATION`. There, `function` itself may
+    multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -100,7 +97,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`. Beyond these bounds, the activations have constant slopes. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`, beyond which the activations have constant slopes. NaN stays NaN."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -138,8 +135,8 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
     """Return the pair of `softmax` or `log_softmax`. `excluded` is the result for elements that `where` excludes.
 
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The backward computes p from x,
-    because the forward's y is rounded to x's dtype.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward's y is rounded to x's
+    dtype, so the backward computes p from x.
     """
 
     def forward(x, where, *, axis):
@@ -198,7 +195,7 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
 
-    The slope is a number, or a differentiable array of shape ().
+    The slope is a number or a differentiable array of shape ().
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
@@ -215,7 +212,7 @@ def leaky_relu_backward(
 def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU with learned slopes, `y = x where x > 0, else alpha x`.
 
-    alpha has a shape that broadcasts to x's, such as `()`, or `(channels, 1, 1)` for one slope per channel of images.
+    alpha has a shape that broadcasts to x's, such as `(channels, 1, 1)` for one slope per channel of images.
 
     Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
     """
@@ -226,10 +223,8 @@ def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementatio
 def prelu_backward(
     dy: AnyFloats, x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None
 ) -> tuple[Floats, Float[Array, "*alpha_shape"]]:
-    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`.
-
-    The sum Σ is over the axes along which alpha is broadcast.
-    """
+    """Gradients of `prelu`: `dx = dy where x > 0, else alpha dy`, and `dalpha = Σ dy x where x <= 0`, summed over the
+    axes along which alpha is broadcast."""
     _check_alpha("prelu_backward", x, alpha)
     return _PRELU.backward_of(implementation, dy, {"x": x, "alpha": alpha})
 
@@ -261,8 +256,7 @@ def elu_backward(dy: AnyFloats, x: AnyFloats, alpha: Number = 1.0, *, implementa
 def gelu(x: AnyFloats, approximate: bool = True, *, implementation: Implementation = None) -> Floats:
     """Gaussian error linear unit, `y = x Φ(x)`, where Φ is the standard normal distribution function.
 
-    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`, which is PyTorch's `approximate="tanh"`. At
-    x = -inf, y is 0.
+    With `approximate`, `y = x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))`. At x = -inf, y is 0.
 
     Source: D. Hendrycks and K. Gimpel, "Gaussian error linear units", arXiv:1606.08415.
     """
@@ -274,8 +268,7 @@ def gelu_backward(
 ) -> Floats:
     """Gradient of `gelu`: `dx = dy (Φ(x) + x φ(x))`, where φ is the standard normal density.
 
-    With `approximate`, `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh in `gelu`'s
-    formula.
+    With `approximate`, `dx = dy/2 (1 + t + x (1 - t²) √(2/π) (1 + 0.134145 x²))`, where t is the tanh in `gelu`.
     """
     approximate = checks.boolean("gelu_backward", "approximate", approximate)
     return _GELU.backward_of(implementation, dy, {"x": x}, approximate=approximate)
@@ -326,8 +319,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    The largest x is subtracted first, so no exponential overflows. The boolean array `where` broadcasts to x, and
-    is False for excluded elements. The sum omits excluded elements. Their y and gradient are 0, even if their x is NaN.
+    No exponential overflows. The boolean array `where` broadcasts to x, and is False for excluded elements. The sum
+    omits excluded elements. Their y and gradient are 0, even if their x is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -341,10 +334,8 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`.
-
-    y is computed from x, because the forward's y is rounded to x's dtype.
-    """
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y computed again from x, because the forward's y is
+    rounded to x's dtype."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
@@ -374,7 +365,7 @@ def log_softmax_backward(
 ) -> Floats:
     """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with the sum over the included elements.
 
-    y is computed from x, because the forward's y is rounded to x's dtype.
+    y is computed again from x, because the forward's y is rounded to x's dtype.
     """
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
