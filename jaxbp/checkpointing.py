@@ -125,7 +125,6 @@ def reverse_scan(
 
 
 def _segment_length(steps: int, memory: Memory) -> int:
-    """Return the number of steps per segment. Only the state before a segment can be kept."""
     if memory == "logarithmic":
         return max(1, steps.bit_length())
     return 1 if memory == "states" else memory

@@ -185,7 +185,6 @@ class _AdamW:
         return step if finite is None else step | {"finite": finite}
 
     def formula(self, names, decays, values, p, m, v, g):
-        """Return blocks of new parameters and moments, in float32, or the old blocks if `finite` is false."""
         step = dict(zip(names, values, strict=True))
         new = self.update({**self.numbers, **step}, decays, p, m, v, g)
         if "finite" not in step:
@@ -258,7 +257,6 @@ def _is_node(tree: Any) -> bool:
 
 
 def _nodes(state: Any) -> list[Any]:
-    """Return the state of Adam, and then of the schedule, if there is one."""
     return list(filter(_is_node, jax.tree.leaves(state, is_leaf=_is_node)))
 
 

@@ -104,7 +104,6 @@ def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | No
 
 
 def _of_leaves(axis, argument):
-    """Return the batch axis, or None, of each leaf of an argument, whose entry in `Axes.of` is `axis`."""
     leaves = jax.tree.leaves(argument)
     return axis if isinstance(axis, Sequence) else [axis] * len(leaves)
 

@@ -20,7 +20,6 @@ from jaxbp.pairing import Implementation
 
 
 def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Return a parameter drawn uniformly within ±1/sqrt(fan_in)."""
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -(fan_in**-0.5), fan_in**-0.5))
 
 

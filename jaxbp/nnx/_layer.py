@@ -80,5 +80,4 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
 
 
 def _is_supported(dtypes: set) -> bool:
-    """Return whether there is only one dtype, and it is floating with at least 16 bits."""
     return len(dtypes) == 1 and all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in dtypes)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 
 def flip_and_swap(w, groups):
-    """Rotate the filters by 180 degrees, and exchange each group's input and output channels."""
     out_channels, in_channels, *window = w.shape
     w = jnp.flip(w, (2, 3)).reshape(groups, out_channels // groups, in_channels, *window)
     return w.swapaxes(1, 2).reshape(groups * in_channels, out_channels // groups, *window)

@@ -60,7 +60,6 @@ def weights_gradient(dy, x, **options):
 
 
 def parameter_gradients(dy, x, **options):
-    """Compute dw and db by the one-pass kernel, or without a GPU by the kernels in full float32."""
     arrays = batch_last(dy), _reached(dy, x, **options)
     dw, db = on_gpu(weights_gradient_sm90.correlate_batch, _parameter_gradients_exact, *arrays)
     return dw.astype(dy.dtype), db.astype(dy.dtype)

@@ -131,13 +131,11 @@ DEPTHWISE_CONV1D = Pair(
 
 
 def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
-    """Return whether a convolution is depthwise with one filter per channel, stride 1, and no dilation. The arguments
-    are the results of `check_shapes`."""
+    """Return whether a convolution has one filter per channel, stride 1, and no dilation."""
     return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
 
 
 def convolve(op, x, w, b, layout, implementation, *, padding, **options) -> Array:
-    """Return y of `conv1d`. x, w, and y are in the layouts of the caller."""
     width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
     options = dict(width_axis=width_axis, padding=padding[0], implementation=implementation)
     y = DEPTHWISE_CONV1D.named(op)(layouts.arranged(x, x_layout), _arranged_filters(w, layout), b, **options)
@@ -145,7 +143,6 @@ def convolve(op, x, w, b, layout, implementation, *, padding, **options) -> Arra
 
 
 def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tuple[Array, Array, Array]:
-    """Return (dx, dw, db) of `conv1d`, all in the layouts of the caller."""
     width_axis, x_layout, y_layout = _layouts_of_sequences(layout)
     options = dict(width_axis=width_axis, padding=padding[0], implementation=implementation)
     w = _arranged_filters(w, layout)
@@ -165,7 +162,6 @@ def _layouts_of_sequences(layout):
 
 
 def _arranged_filters(w, layout):
-    """Return the caller's filters as `(filter_width, channels)`."""
     return lax.squeeze(layouts.arranged(w, _width_first(layout.rhs_spec)), (1,))
 
 

@@ -21,7 +21,6 @@ elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), the product w
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    """Return whether a product with the `filter_matrix` is faster than cuDNN's convolution."""
     # A convolution with filters of size 1 x 1 already is a matrix product.
     K, C, F, G = w_shape
     positions = math.prod(input_size)

@@ -32,7 +32,6 @@ def _is_named(value: Any) -> bool:
 
 
 def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
-    """Return the layout of images with the channels on `channel_axis`, or raise a ValueError. Ignore `options`."""
     if not checks.is_int(channel_axis) or channel_axis not in (1, 2, 3, -1, -2, -3):
         raise ValueError(f"{op}: channel_axis is {channel_axis!r}; wants an int from 1 to 3 or from -3 to -1")
     channels = int(channel_axis) % 4
@@ -46,7 +45,6 @@ def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) ->
 
 
 def check_shape(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> tuple[int, ...]:
-    """Return the shape that `arrange` returns, and require that it is `wanted`."""
     checks.shape(op, name, a, *(wanted[layout.index(axis)] for axis in range(len(layout))))
     return tuple(a.shape[axis] for axis in layout)
 

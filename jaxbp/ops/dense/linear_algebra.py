@@ -74,7 +74,6 @@ def _over_batch(gradient, matrices):
 
 
 def _as_matrices(a, b):
-    """Return two matrices whose product has the same elements as `dot(a, b)`."""
     b = jnp.moveaxis(b, -2 if b.ndim > 1 else 0, 0)
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.reshape(b.shape[0], math.prod(b.shape[1:]))
 

@@ -38,7 +38,6 @@ def leave_gradient(prepared: tuple, gradient: Array, dtype: jnp.dtype) -> Array:
 
 
 def prepare(coefficients: tuple, automaton: Automaton, shape: tuple[int, ...]) -> tuple:
-    """Return the values that every tick uses."""
     return coefficients, automaton
 
 
@@ -122,7 +121,6 @@ def _neighbourhood(state, periodic):
 
 
 def neighbourhood_backward(dseen, periodic):
-    """Return the gradient of `_neighbourhood`, a sum over the nine cells that see a cell."""
     height, width = dseen.shape[-2:]
     edge = [(0, 0)] * (dseen.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(dseen, edge, mode="wrap" if periodic else "constant")

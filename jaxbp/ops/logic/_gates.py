@@ -99,7 +99,6 @@ consumers."""
 
 
 def few_have_most(wires: Wires) -> bool:
-    """Return whether few inputs have most consumers, so that an unrolled sum would gather many unused terms."""
     most = wires.max_fan_out
     return most > _MOST_TURNS or most * wires.inputs > 4 * wires.gates + wires.inputs
 

@@ -307,7 +307,6 @@ def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, step
 
 
 def _rounding_rate(op: str, rate: Any) -> Array | None:
-    """Return the rounding rate as an array, or None for the number 0."""
     if isinstance(rate, Array | np.ndarray):
         if rate.shape != () or not jnp.issubdtype(rate.dtype, jnp.floating):
             wanted = "a number in [0.0, 1.0], or a floating array of shape ()"

@@ -81,7 +81,6 @@ def _gradients(dy, coefficients, wires, x, *, groups=None):
 
 
 def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
-    """Compute `_gradients` by JAX's autodiff, with sums in a fixed order."""
 
     def forward(coefficients, x):
         return _grouped(_mixed(coefficients, _copies_of_inputs(wires, upcast(_features_first(x))), x), groups)
@@ -115,7 +114,6 @@ def _features_first(x):
 
 
 def _features_last(x, shape):
-    """Undo `_features_first`, given the leading axes `shape`."""
     return barriers.on_cpu(x).T.reshape(*shape, x.shape[0])
 
 

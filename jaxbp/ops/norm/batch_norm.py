@@ -60,7 +60,6 @@ def _backward_kernel(dys, x, scale, mean, rest, var, *, epsilon, channel_axis, w
 
 
 def _terms(dy, x, mean, rest):
-    """Return dy and `dy (x - mean)`, which the backward sums."""
     return dy, dy * ((x - mean) - rest)
 
 

@@ -59,7 +59,6 @@ def _kernel(dy, x, scale, mean, rest, inv_std, *, axis, epsilon):
 
 
 def _terms(dy, x, scale, mean, rest, inv_std):
-    """Return `t = dy scale` and `t x̂`, whose means dx contains."""
     t = dy * scale
     return t, t * (((x - mean) - rest) * inv_std)
 

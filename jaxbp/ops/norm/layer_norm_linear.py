@@ -54,7 +54,6 @@ def _results(x, scale, bias, w, b, *, eps, precision):
 
 
 def _results_kernel(x, scale, bias, w, b, *, eps, precision):
-    """Compute `_results` by one kernel where it is faster than separate kernels."""
     separate = functools.partial(_separate_results, eps=eps, precision=precision)
     b_or_zeros = jnp.zeros(w.shape[:1], w.dtype) if b is None else b
     if not layer_norm_linear_sm90.forward.pays(rows(x), scale, bias, w, b_or_zeros, eps=eps):
@@ -128,7 +127,6 @@ def _save_kernel(x, scale, bias, w, b, **options):
 
 
 def _residuals(x, scale, bias, w, b, **options):
-    """Return the residuals for a backward without a forward. It computes offset and inv_std from x."""
     return x, scale, bias, w, b, None, None, None
 
 
@@ -175,7 +173,6 @@ def _fused_backward(dy, x, scale, bias, w, b, offset, inv_std):
 
 
 def _normalised_backward(dy, x, scale, bias, w, b, inv_std, normalised, *, eps, precision):
-    """Compute the backward from x̂, or from x if x̂ is None."""
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     if normalised is None:
         dx, normalised = layer_norm.input_gradient_from_x_kernel(t, x, eps=eps)

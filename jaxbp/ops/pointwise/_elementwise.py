@@ -136,7 +136,6 @@ def _of_full_rank(dy, *arrays):
 
 
 def _in_shapes_of(arrays, gradients):
-    """Return each gradient in the shape and dtype of its array, as a tuple unless there is only one array."""
     results = tuple(g.reshape(a.shape).astype(a.dtype) for g, a in zip(gradients, arrays, strict=True))
     return results if len(results) > 1 else results[0]
 
