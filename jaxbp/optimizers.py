@@ -40,8 +40,7 @@ class FusedOptimizer(NamedTuple):
       init: `init(params) -> state`.
       update: `update(grads, state, params) -> (updates, state)`.
       apply: `apply(grads, state, params, finite=None) -> (params, state)`, `update` followed by `optax.apply_updates`.
-        If the flag `finite` is given and false, the parameters and the state do not change, as with
-        `jaxbp.precision.where_finite`.
+        If the flag `finite` is given and false, nothing changes, as with `jaxbp.precision.where_finite`.
     """
 
     init: Callable[[PyTree], Any]
@@ -94,11 +93,10 @@ def fused_adamw(
       mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
-        kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, whose kernels cannot
-        change arrays in place, None is Optax.
+        kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None is Optax.
 
     Raises:
-      TypeError, ValueError: an argument is not a number or out of range, or `apply` gets trees that do not match.
+      TypeError, ValueError: an argument is invalid, or `apply` gets trees that do not match.
       NotImplementedError: with implementation "pallas", `apply` gets other dtypes, gradients with which Optax would
         change the dtype of the state, or arrays on a mesh of several devices.
 

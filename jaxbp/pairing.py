@@ -90,14 +90,14 @@ class Op(Generic[P, R]):
 
     Args:
       name: the name in error messages and in compiled programs.
-      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. A call with
-        `implementation=None` uses the function under the key None. If there is none, `default` chooses.
+      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. The function under
+        the key None, or else `default`, serves `implementation=None`.
       unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
         `implementation=None` does not choose the kernel on a mesh.
-      sharded_like: `(*arrays) -> results`. On a mesh with explicit axes, the op's results get the sharding of these
-        results. By default, JAX infers the sharding from the implementation "autodiff".
+      sharded_like: `(*arrays) -> results`, whose sharding the op's results get on a mesh with explicit axes. By
+        default, JAX infers the sharding from the implementation "autodiff".
       jit: whether to compile the whole op when it is called outside of any transformation. Calls then take less time on
         the host, and the functions receive tracers.
     """
@@ -276,9 +276,9 @@ class Pair(Op[P, R]):
         "xla" is a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one
         gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
         or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
-      save: `save(*arrays, **options) -> (y, saved)`, one function, or a dict with one function per implementation. By
-        default, it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees.
-        Arrays in it that are not arguments get the op's name, for the policies of `jax.checkpoint`.
+      save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. By default,
+        it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees. Arrays
+        in it that are not arguments get the op's name, for the policies of `jax.checkpoint`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
         the residuals.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
@@ -286,7 +286,7 @@ class Pair(Op[P, R]):
         `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
         arrays of the set, except for a constant term. `jax.linear_transpose` then works for the arrays of each set.
-      batch_axes: a function from `(dy, *saved)` to their batch axes, as in `differentiable`. It implies `partitioned`.
+      batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
       default_vjp: the default implementations of `vjp`, or a function of `(dy, *arrays)`. If omitted, `default` holds.
 

@@ -128,7 +128,6 @@ class LossScale:
     A step is finite if its loss and all its gradients are finite. Other steps should be skipped (`where_finite`).
 
     Attributes:
-      value: the scale.
       finite_steps: the number of finite steps since the scale last changed.
       skipped_steps: the number of skipped steps since the last finite step.
       growth, interval: after `interval` finite steps, the scale is multiplied by `growth`, if the product is finite.

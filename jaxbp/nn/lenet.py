@@ -34,9 +34,10 @@ class LeNet(nnx.Module):
 
     Args:
       fused: whether convolution, ReLU and pool are one op, whose backward needs one byte per window of the pool.
-      implementation: for every op, as in `jaxbp.conv2d`.
+      implementation: for every op.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: the stream `params` draws the parameters.
+
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998, with ReLU and max-pooling.
     """
 
@@ -118,8 +119,7 @@ def lenet_saved_tensors(
     """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward.
 
     The tensors are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits.
-    If the model is not fused, they also include the pools' inputs. Two float32 numbers per image, which a separate
-    kernel of `softmax_cross_entropy` keeps, are not listed.
+    If the model is not fused, they also include the pools' inputs.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -152,8 +152,8 @@ def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: boo
     """List the tensors that a training step of LeNet keeps and computes for a batch, with their sizes.
 
     A "saved" tensor is kept from the forward to the backward. An "activation gradient" is passed from one step of the
-    backward to the next (335,936 values at batch 32). A "parameter gradient" is a result of the backward (44,426
-    values). In half precision, the backward also needs a copy of each parameter, which is not listed.
+    backward to the next. A "parameter gradient" is a result of the backward. In half precision, the backward also needs
+    a copy of each parameter, which is not listed.
 
     Raises:
       ValueError: the batch is below 1.

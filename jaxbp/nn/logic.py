@@ -96,10 +96,9 @@ class LogicNetwork(nnx.Module):
     """Layers of gates. A class score is the sum over a group of outputs of the last layer, divided by tau.
 
     Args:
-      inputs: the number of input bits.
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
       tau: a number above 0.
-      wiring: a function that makes the wires of a layer, `wiring(inputs, gates, seed)`.
+      wiring: makes the wires of a layer, `wiring(inputs, gates, seed)`.
       options: as in `LogicLayer`.
 
     Raises:

@@ -32,7 +32,7 @@ class LogicConv2d(Gates):
     """`jaxbp.logic_conv2d` with its parameters, `logits (kernels, gates, parameters)`, and its fixed wires.
 
     Args:
-      pool: height and width of the windows of an or-pool, as in `jaxbp.logic_conv2d_or_pool2d`; None for no pool.
+      pool: height and width of the windows of an or-pool; None for no pool.
       stride, padding, implementation: as in `jaxbp.logic_conv2d`.
       options: as in `LogicLayer`.
 
@@ -92,7 +92,6 @@ class LogicConvNetwork(nnx.Module):
 
     Args:
       shape: channels, height and width of the images of bits.
-      convolutions: at least one.
       widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed also
         determines the wires of the convolutions.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.

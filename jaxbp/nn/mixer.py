@@ -36,16 +36,14 @@ class MixerBlock(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """MLP-Mixer on 28 x 28 images: a dense layer on patches, mixer blocks, a norm, and a dense layer.
-
-    The class scores are averages over the patches.
+    """MLP-Mixer on 28 x 28 images: a dense layer on patches, mixer blocks, a norm, and a dense layer, whose results are
+    averaged over the patches.
 
     Args:
       patch: height and width of a patch, a divisor of 28.
       channels: the number of channels of each patch in the blocks.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
-      blocks: the number of mixer blocks.
-      implementation: for every op, as in `jaxbp.layer_norm_linear`.
+      implementation: for every op.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: the stream `params` draws the parameters.
 

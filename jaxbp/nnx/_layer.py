@@ -14,9 +14,7 @@ class Layer:
 
     The subclass defines `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
 
-    Args:
-      args, options: the arguments of the layer of Flax.
-      implementation: the implementation of the op, a static attribute.
+    `implementation` is that of the op, a static attribute. `args` and `options` are those of the layer of Flax.
 
     Raises:
       ValueError: the implementation is unknown.

@@ -46,11 +46,11 @@ class LinearSoftmaxCrossEntropy(Linear):
     to an `Embed`, call the op instead, because these weights already have one row per class.
 
     Args:
-      args, options: `implementation`, and the arguments of `flax.nnx.Linear`.
+      args, options: as in `Linear`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
 
     Raises:
-      NotImplementedError: an option of the constructor exists only in Flax, such as `dot_general`.
+      NotImplementedError: an option exists only in Flax, such as `dot_general`.
     """
 
     def __init__(

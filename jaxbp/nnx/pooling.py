@@ -28,14 +28,12 @@ def max_pool(
     Args:
       inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. With more than two spatial
         axes, Flax computes the call.
-      window_shape: one size per spatial axis.
       strides: one stride per spatial axis. None means 1, unlike in `jaxbp.max_pool2d`.
       padding: "SAME", "VALID", or one pair (before, after) per spatial axis, filled with -inf.
 
     Raises:
-      TypeError: the inputs are not floating.
-      ValueError: shapes or options do not fit.
-      NotImplementedError: "pallas" or "xla" with more than two spatial axes.
+      TypeError, ValueError: an argument is invalid.
+      NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".
     """
     given = inputs, window_shape, strides, padding
     return _pool("max_pool", max_pool2d, nnx.max_pool, *given, implementation=implementation)

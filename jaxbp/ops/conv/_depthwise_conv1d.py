@@ -2,12 +2,11 @@
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
 
-The filters are `(filter_width, channels)`, and the padding is one pair (before, after). The option `width_axis` is 1
-for sequences `(batch, width, channels)`, and 2 for `(batch, channels, width)`. The kernels need the channels on the
-last axis.
+The filters are `(filter_width, channels)`. The padding is one pair (before, after). The option `width_axis` is 1 for
+sequences `(batch, width, channels)`, which the kernels need, and 2 for `(batch, channels, width)`.
 
-The formulas add shifted copies of the sequences. On a CPU, this is several times faster than XLA's convolution with
-one group per channel.
+The formulas add shifted copies of the sequences, which on a CPU is several times faster than XLA's convolution with one
+group per channel.
 """
 
 import functools

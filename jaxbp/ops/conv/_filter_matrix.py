@@ -100,8 +100,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
 
-    dy and `place`, the position of each window's maximum, have the shape `(K, P, Q, N)`, for P rows of Q windows. dy is
-    placed at the maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives dx.
+    dy and the positions `place` of the maxima in P rows of Q windows have the shape `(K, P, Q, N)`. dy is placed at the
+    maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives dx.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size

@@ -105,16 +105,13 @@ def avg_pool2d(
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
     """Average-pooling, `y[n, c, i, j] = 1/m Σ over u, v of x[n, c, i s + u d - p, j s + v d - p]`, where s is the
-    stride, d the dilation, p the padding before the first element, and m the number of positions that count in the
-    window.
+    stride, d the dilation, p the padding before the first element, and m the number of positions that count.
 
     Args:
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
-      Other arguments and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
+      Other arguments, dtype, shape, and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
 
-    Returns:
-      y, in x's dtype, with the size that `max_pool2d` returns. With dilation and `count_include_pad=False`, a window
-      may have no position that counts. Its mean is NaN.
+    Without any position that counts, which needs dilation and `count_include_pad=False`, y is NaN.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """
@@ -140,9 +137,7 @@ def avg_pool2d_backward(
     """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows (i, j) that contain (h, l),
     where m is the number of positions of window (i, j) that count.
 
-    Args:
-      input_size: height and width of x, which the size of y does not determine.
-      Other arguments and errors: as in `avg_pool2d`.
+    `input_size` is the height and width of x. Other arguments and errors are as in `avg_pool2d`.
     """
     op = "avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)

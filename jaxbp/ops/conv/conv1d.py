@@ -36,16 +36,15 @@ def conv1d(
     w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
 
     If `groups`, the number of input channels, and the number of output channels are equal, the convolution is
-    depthwise, as in Mamba. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is.
-    Its kernel needs the channels on the last axis of x and y, so other layouts cost transposes.
+    depthwise. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs
+    the channels on the last axis of x and y, so other layouts cost transposes.
 
     Args:
       x: sequences, NCW.
       w: filters, OIW.
-      padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
-        "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
-      dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NWC", "WIO",
-        "NWC"). None means ("NCW", "OIW", "NCW").
+      padding: one int; a sequence of one int or one pair (before, after); "SAME", "SAME_LOWER", or "VALID"; or
+        "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
+      dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"), as in `conv2d`.
       implementation: None for the fastest. "pallas" supports no dilation. It supports groups only in depthwise
         convolutions with stride 1 and a filter_width of at most 8.
       Other arguments and errors: as in `conv2d`.
@@ -91,7 +90,7 @@ def conv1d_backward(
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
     Returns:
-      (dx, dw, db), in the shapes of x, w, and b: dx in the dtype of x; dw and db in the dtype of w.
+      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w.
 
     Arguments and errors are as in `conv1d`.
 

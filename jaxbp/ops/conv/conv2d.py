@@ -139,20 +139,17 @@ def conv2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """Convolution without flipping the filter, as usual in deep learning:
+    """Convolution without flipping the filter:
     `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`, where s is the stride, d
     the dilation, and p the padding before the first element. Elements outside of x count as zero.
 
     Args:
       x: images, NCHW.
       w: filters, OIHW.
-      stride, dilation: one int, or a pair for rows and columns. `jax.lax.conv_general_dilated` calls them
-        window_strides and rhs_dilation.
+      stride, dilation: one int, or a pair for rows and columns.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
-        "SAME_LOWER", or "VALID". With "SAME", the size of y is the size of x divided by the stride, rounded up. If the
-        number of zeros is odd, "SAME" puts the extra zero after the image, and "SAME_LOWER" before it.
-      groups: the number of groups of channels (JAX's feature_group_count). An output channel reads only the input
-        channels of its group.
+        "SAME_LOWER", or "VALID", as in `jax.lax.conv_general_dilated`.
+      groups: the number of groups of channels. An output channel reads only the input channels of its group.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
@@ -194,12 +191,8 @@ def conv2d_backward_input(
     and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`, with letters as in
     `conv2d`.
 
-    Args:
-      input_size: height and width of x, which the size of y does not determine.
-      Other arguments and errors: as in `conv2d`.
-
-    Returns:
-      dx, in the dtype to which `jax.numpy` promotes dy and w.
+    dx has the dtype to which `jax.numpy` promotes dy and w. `input_size` is the height and width of x. Other arguments
+    and errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -232,12 +225,8 @@ def conv2d_backward_weights(
     """Gradient of `conv2d` with respect to w:
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`, with letters as in `conv2d`.
 
-    Args:
-      filter_size: height and width of w, which the sizes of x and y do not determine if the stride is above 1.
-      Other arguments and errors: as in `conv2d`.
-
-    Returns:
-      dw, in the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32.
+    dw has the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32. `filter_size` is the
+    height and width of w. Other arguments and errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -260,12 +249,10 @@ def conv2d_backward_bias(
     dimension_numbers: DimensionNumbers = None,
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels"]:
-    """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`.
+    """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`, in dy's dtype.
 
-    Returns:
-      db, in dy's dtype. Half precisions are summed in float32.
-
-    `dimension_numbers` is as in `conv2d`, but only the layout of y, which dy has, matters. Errors are as in `conv2d`.
+    Half precisions are summed in float32. Of `dimension_numbers`, only the layout of y, which dy has, matters. Errors
+    are as in `conv2d`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

@@ -182,13 +182,10 @@ def conv2d_relu_max_pool2d(
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
-      stride, padding: the stride and the padding of the convolution.
+      stride, padding: of the convolution.
       implementation: None for the fastest. "pallas" supports stride 1, filters of at most 64 positions, and windows of
         at most 16 positions. It may call cuBLAS for dx of small images.
-      Other arguments and errors: as in `conv2d` and `max_pool2d`.
-
-    Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments.
+      Other arguments, dtype, and errors: as in `conv2d`.
     """
     op = "conv2d_relu_max_pool2d"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)[0]
@@ -209,8 +206,8 @@ def conv2d_relu_max_pool2d_with_indices(
 ]:
     """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the positions that its backward needs.
 
-    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v of the window.
-    It is `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient. They are uint8 for
+    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v of the window,
+    or `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient. They are uint8 for
     windows of up to 255 positions, else int32. Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_with_indices"
@@ -238,12 +235,8 @@ def conv2d_relu_max_pool2d_backward(
     Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    `indices` are as returned by `conv2d_relu_max_pool2d_with_indices`.
-
-    Returns:
-      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32.
-
-    Other arguments and errors are as in `conv2d_relu_max_pool2d`.
+    dx has the dtype of x; dw and db have the dtype of w. Half precisions are summed in float32. `indices` are as
+    returned by `conv2d_relu_max_pool2d_with_indices`. Other arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w  # b has the dtype of w

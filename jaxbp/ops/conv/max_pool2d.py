@@ -169,22 +169,20 @@ def max_pool2d(
 
     Args:
       window: height and width of the windows, an int or a pair.
-      stride: an int or a pair. None means the size of the window. (Flax's default is 1.)
+      stride, dilation: an int or a pair. A stride of None means the size of the window.
       padding: the number of -inf around the image: an int; for rows and for columns an int or a pair (before, after);
         or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than `d (window - 1) + 1`,
         the extent of a dilated window.
-      dilation: the distance between the positions of a window, an int or a pair.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
-      channel_axis: the axis of the channels, 1 for NCHW and -1 for NHWC. The batch is axis 0.
+      channel_axis: 1 for NCHW, and -1 for NHWC.
       implementation: None for the fastest. "pallas" supports no dilation. If every position of x is in exactly one
         window, "pallas" uses XLA.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
       rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. The gradient of a window goes to
-      the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA chooses the position that
-      receives the gradient of a window with NaN.
+      the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA chooses one of the NaNs.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -223,13 +221,8 @@ def max_pool2d_backward(
 ) -> Float[Array, "batch channels height width"]:
     """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l).
 
-    Args:
-      indices: as returned by `max_pool2d_with_indices`. If an index is outside of its window, dy is ignored there.
-      input_size: height and width of x, which the size of y does not determine.
-      Other arguments and errors: as in `max_pool2d`.
-
-    Returns:
-      dx, in dy's dtype.
+    dx has dy's dtype. `indices` are as returned by `max_pool2d_with_indices`. If an index is outside of its window, dy
+    is ignored there. `input_size` is the height and width of x. Other arguments and errors are as in `max_pool2d`.
 
     Source: M. Zeiler, G. Taylor and R. Fergus, "Adaptive deconvolutional networks", ICCV 2011 (switches).
     """

@@ -119,13 +119,13 @@ def automaton_step(
 
     Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
     Beyond the border of the grid, cells are 0, or if the automaton is periodic, the cells on the opposite side.
-    perception_k, whose outputs are called bits, and update are layers of gates, as in `gate_layer`. The next state is
-    clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding error in every
-    layer.
+    perception_k and update are layers of gates, as in `gate_layer`, and the outputs of perception_k are bits. The next
+    state is clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding error
+    in every layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
-        `(gates, parameters)` for update. The logits may have a wider dtype than the state.
+        `(gates, parameters)` for update, possibly in a wider dtype than the state.
       state: values in [0, 1].
       key: required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates. Otherwise, it keeps its state.
@@ -201,16 +201,12 @@ def automaton_rollout(
       steps: static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
         (straight-through). The gradient of the rate is 0. A traced rate is not checked.
-      memory: what the forward keeps for the backward. The gradients do not depend on it. For T ticks of a state of n
-        bytes, the policies keep:
+      memory: what the forward keeps for the backward. For T ticks of a state of n bytes:
         "all": the inputs of every gate in every tick, or with "pallas" the same as "states".
         "states": the state before every tick, T n bytes. Each tick is computed once more.
         an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
         "logarithmic": the states that binomial checkpointing selects, about 2 log2(T) n bytes.
-      Other arguments and errors: as in `automaton_step`.
-
-    Returns:
-      The last state, in the state's dtype.
+      Other arguments, dtype, and errors: as in `automaton_step`.
 
     Source: as in `automaton_step`; for the policies, `jaxbp.checkpointed_scan`.
     """
@@ -241,12 +237,8 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is as in `automaton_rollout`, rounded with the same random values as in the forward.
-
-    Returns:
-      (dlogits, dstate), in the structure and dtypes of the logits and the state.
-
-    Arguments and errors are as in `automaton_rollout`.
+    Here s_t is as in `automaton_rollout`, rounded with the same random values as in the forward. Results, arguments,
+    and errors are as in `automaton_step_backward` and `automaton_rollout`.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)

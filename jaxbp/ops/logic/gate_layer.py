@@ -278,13 +278,12 @@ def gate_layer(
         "softmax": 16 logits, one per function.
         "input_wise": 4 parameters, one per row of the truth table, whose sigmoid is the gate's value in this row.
         "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The value of the gate in a row of the
-          truth table is the sigmoid of the weighted sum. Between the rows, y interpolates, unlike in the source.
-      groups: None, or the number of groups of neighboring gates. The results are then the sums over each group, as in
-        `jaxbp.group_sum`.
+          truth table is the sigmoid of the weighted sum. For inputs between 0 and 1, y interpolates between these
+          values, unlike in the source.
+      groups: None, or a number of groups of neighboring gates, whose values are then summed, as in `jaxbp.group_sum`.
 
     Returns:
       y in x's dtype, computed in float32 or wider. With `groups`, the sums are in float32 or wider.
-
     Raises:
       TypeError, ValueError: an argument is invalid.
 

@@ -1,8 +1,8 @@
 """Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
 
 A tree of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values. If convolution and or-pool are one op, the forward keeps the largest value's position, one byte per
-pooled output, and the backward recomputes only the tree at this position.
+neighboring values. If convolution and or-pool are one op, the forward keeps one byte per pooled output, the largest
+value's position. The backward recomputes only the tree at this position.
 """
 
 import functools
@@ -319,13 +319,8 @@ def logic_conv2d_or_pool2d_backward(
     """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
     in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
-    Args:
-      indices: as returned by `logic_conv2d_or_pool2d_with_indices`. If an index is outside of its window, the result is
-        undefined.
-      Other arguments and errors: as in `logic_conv2d_or_pool2d`.
-
-    Returns:
-      (dlogits, dx), in the dtypes of logits and x.
+    If an index is outside of its window, the result is undefined. `indices` are as returned by
+    `logic_conv2d_or_pool2d_with_indices`. Other arguments, results, and errors are as in `logic_conv2d_backward`.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x

@@ -133,15 +133,15 @@ def batch_norm(
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
       momentum: the fraction, in [0, 1], of the running averages that a step keeps.
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
-      use_fast_variance: whether to compute the variance as `mean(x²) - mean(x)²`, in one pass. The variance loses
-        digits if a channel's mean is far from zero.
+      use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
+        channel's mean is far from zero.
       implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the mean and the
         variance.
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the batch's, in y's dtype, computed in float32 or wider. They are differentiable. The variance is the mean of
-      squared deviations. With `running`, mean and var are the new running averages,
+      are the batch's, in y's dtype, computed in float32 or wider. They are differentiable. var is the mean of squared
+      deviations. With `running`, mean and var are the new running averages,
       `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:

@@ -97,7 +97,6 @@ def group_norm(
     normalization. If squares of a group's elements overflow, the group's y is NaN.
 
     Args:
-      x: an array whose first axis is the batch.
       scale, bias: one value per channel; None for ones and zeros.
       num_groups: a divisor of the number of channels. Neighboring channels form a group.
 

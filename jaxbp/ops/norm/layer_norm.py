@@ -202,9 +202,8 @@ def layer_norm(
 
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
-      eps: a number of at least 0. With eps > 0, y is `bias` for a row of equal elements.
-      axis: the last axis, or several last axes. The elements along these axes form one row. Scale and bias have the
-        shape of a row.
+      eps: at least 0. With eps > 0, y is `bias` for a row of equal elements.
+      axis: the last axis, or several last axes, along which the elements form one row.
       implementation: None for the fastest (docs/kernels/norm.md).
 
     Returns:

@@ -6,8 +6,8 @@ as in `layer_norm_backward`, and the weights w and the bias b of the dense layer
     z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
     dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
 
-with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and `db = Σ
-dy`:
+with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and
+`db = Σ dy`:
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,
 
@@ -256,17 +256,13 @@ def layer_norm_linear(
     saves the normalized rows instead of x for many rows in bfloat16, and rounds `w * scale` to bfloat16.
 
     Args:
-      x, scale, bias, eps: as in `layer_norm`.
-      w, b: as in `linear`.
-      precision: as in `jax.lax.dot`.
+      x, scale, bias, eps, and errors: as in `layer_norm`.
+      w, b, precision: as in `linear`.
       implementation: None for the fastest. "pallas" calls cuBLAS for products, except where kernels in half precision
         are faster on compute capability 9.0.
 
     Returns:
       z, in the dtype to which `jax.numpy` promotes the arguments.
-
-    Raises:
-      TypeError, ValueError: as in `layer_norm`.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
@@ -300,15 +296,10 @@ def layer_norm_linear_backward(
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
         dw = dyᵀ y,    db = Σ dy,
 
-    with means over each row and sums over all rows.
+    with means over each row and sums over all rows. Dtypes, arguments, and errors are as in `layer_norm_backward` and
+    `linear_backward`.
 
-    Returns:
-      (dx, dscale, dbias, dw, db): the first four in the dtypes of x, scale, bias, and w; db in the dtype of w. Half
-      precisions are summed in float32, except that `implementation="autodiff"` sums db in half precision.
-
-    Arguments and errors are as in `layer_norm_linear`.
-
-    Source: docs/layer_norm.md; for the products, `linear_backward`.
+    Source: docs/layer_norm.md.
     """
     op = "layer_norm_linear_backward"
     arguments = x, scale, bias, w, w  # b has the dtype of w

@@ -89,7 +89,6 @@ class WithNumber:
     """An element-wise op with a parameter, `number`, that is static or a differentiable array of shape ().
 
     Args:
-      forward: `forward(*arrays, number)`, in jnp.
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
       number_gradient: `number_gradient(dy, *arrays, number)`, each element's contribution to the number's gradient.
     """

@@ -1,9 +1,9 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast. Either x1 or x2 may be a number.
-The result has the dtype to which `jax.numpy` promotes x1 and x2. In every backward, `dy` is the gradient with respect
-to the result. A backward returns `(dx1, dx2)`. Each gradient has the shape and dtype of its argument, and is summed
-over the axes along which the argument is broadcast. Invalid arguments raise a TypeError or a ValueError.
+Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast. Either may be a number. The
+result has the dtype to which `jax.numpy` promotes x1 and x2. In every backward, `dy` is the gradient with respect to
+the result. A backward returns `(dx1, dx2)`, in the shapes and dtypes of x1 and x2, summed over the axes along which x1
+or x2 is broadcast. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -203,9 +203,9 @@ def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
-    Where x1 is 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1,
-    and infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1
-    approaches 0 from above. Where x1 is negative, dx2 is NaN.
+    At x1 = 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1, and
+    infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1 approaches 0
+    from above. For negative x1, dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 

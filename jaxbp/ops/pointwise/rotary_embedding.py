@@ -104,9 +104,9 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers, with one axis per leading axis of x, of x's size or size 1. If x has shape
-        `(batch, length, heads, head_dim)`, positions have shape `(batch, length, 1)` or `(1, length, 1)`.
-      base: a number of at least 1.
+      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape
+        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      base: at least 1.
       frequencies: one number per pair, in radians per position, which replaces the default.
       interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i
         consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
