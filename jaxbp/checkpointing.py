@@ -1,10 +1,9 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
-The backward of `state = step(state, t)` needs the state before each step, last step first. `checkpointed_scan` lists
-the policies that decide which states the forward keeps. The policy "logarithmic" divides the steps into n segments of
-about log2(steps) steps, and keeps the states before about log2(n) segments, which binomial checkpointing selects. With
-s kept states and at most r recomputations per segment, no schedule reverses more than binomial(s + r, s) segments, the
-number that this schedule reverses.
+The backward of `state = step(state, t)` needs the state before each step, last step first. The policy "logarithmic"
+(see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and keeps the states before
+about log2(n) segments, which binomial checkpointing selects. With s kept states and at most r recomputations per
+segment, it reverses up to binomial(s + r, s) segments, the most possible.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
@@ -174,7 +173,7 @@ class _Schedule:
       slots: the number of slots, each of which keeps one state. One more slot receives the states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before the segment.
       visits: four arrays `(n,)`: for each visit, its segment, the slot from which it fetches a state, the segment that
-        begins with this state, and the index of the visit's first entry in `slots_on_the_way`.
+      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before the segment.
       slots_on_the_way: the same as `first_slots` for each segment that a visit recomputes.
     """
 

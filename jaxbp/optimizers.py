@@ -1,7 +1,7 @@
 """An Optax optimizer that updates all parameters in one launch.
 
-`docs/api.md` has the reason and an example. The kernel overwrites the old parameters and moments. XLA copies them
-first, unless they are donated or carried through `jax.lax.scan`.
+The kernel overwrites the old parameters and moments. XLA copies them first, unless they are donated or carried through
+`jax.lax.scan`. `docs/api.md` has an example.
 """
 
 import dataclasses

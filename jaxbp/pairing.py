@@ -1,12 +1,4 @@
-"""Pair a function with a hand-written backward, and choose among its implementations.
-
-The argument `implementation=` of a call selects one implementation:
-
-    "autodiff"  the forward, which JAX differentiates
-    "xla"       the forward with the backward as a formula in jnp, in a `jax.custom_vjp`
-    "pallas"    the forward with the backward as a kernel, in a `jax.custom_vjp`
-    None        the fastest implementation that the platform supports
-"""
+"""Pair a function with a hand-written backward, and choose among its implementations, which docs/api.md lists."""
 
 import contextlib
 import contextvars
@@ -237,7 +229,7 @@ def _made_again(kind: type[Op], maker: type[Op], arguments: Mapping[str, Any]) -
 
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("called", default=None)
-"""The op that the user called, and that may call other ops."""
+"""The op that the user called."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
-The largest float16 is 65504. Numbers below 2^-14 lose digits, and numbers up to 2^-25, as gradients often are, become
-zero. Therefore, the loss is multiplied by a scale, and its gradients are divided by the scale in float32
-(`docs/mixed_precision.md`).
+Many gradients are so small that they lose digits or become zero in float16. Therefore, the loss is multiplied by a
+scale, and its gradients are divided by the scale in float32 (`docs/mixed_precision.md`).
 
 All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 

@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
-XLA partitions formulas in jnp over the devices, but it would run a kernel on every device with all examples. A kernel
-therefore declares the batch axes of its arrays. Each device runs the kernel on a part of the examples. Results without
-a batch axis, such as the gradients of parameters, are summed over the devices.
+XLA partitions formulas in jnp over the devices, but would run a kernel on every device with all examples. A kernel
+therefore declares the batch axes of its arrays, so that each device gets a part of the examples. Results without a
+batch axis, such as the gradients of parameters, are summed over the devices.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The table of all ops, with the cases on which they are checked and timed."""
+"""The table of all ops, with the cases of their checks and timings."""
 
 from jaxbp.catalogue.entries import CATALOGUE as CATALOGUE
 from jaxbp.catalogue.schema import BATCH as BATCH

@@ -52,8 +52,7 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion
-parameters (5120 channels)."""
+"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:

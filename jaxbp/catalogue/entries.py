@@ -1,8 +1,4 @@
-"""The table of ops, with small cases for checks and realistic cases for lowering and timing.
-
-Tests compare every implementation with finite differences, run the kernels in an interpreter, and lower them for CUDA
-in every dtype that they take.
-"""
+"""The table of ops, with small cases for checks and realistic cases for lowering and timing."""
 
 import functools
 

@@ -12,13 +12,12 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
-"""Arrays that ops accept. Ops return JAX arrays."""
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating argument of an op. All arguments of this type in one signature have the same shape."""
+"""A floating argument. All arguments of this type in one signature have the same shape."""
 Floats = Float[Array, "*shape"]
 """A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""A mask, True for the elements that an op includes. It broadcasts to the array of these elements."""
+"""A mask, True for included elements. It broadcasts to the array of these elements."""
 Number = float | Float[AnyArray, ""]
 """A static number, or an array that may be traced."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]

@@ -1,4 +1,4 @@
-"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes stay in the results, with size 1."""
+"""The dtypes in which ops compute, and sums that keep their digits. Reduced axes keep size 1."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 REMEMBERED = 128
-"""The number of combinations of options in a cache."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,7 +1,5 @@
-"""The layers of LeNet and the MLP-Mixer, in the layouts of the CUDA literature: NCHW, OIHW, and `(out, in)`.
-
-Ops that fuse several layers use these layouts. `jaxbp.nnx` has the layers for other models.
-"""
+"""The layers of LeNet and the MLP-Mixer, in the layouts of ops that fuse several layers: NCHW, OIHW, and `(out,
+in)`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,4 @@
-"""LeNet-5 on 28 x 28 images, and the tensors that its backward keeps in memory.
-
-The backward is a chain of 21 steps, which docs/runs.md lists.
-"""
+"""LeNet-5 on 28 x 28 images, and the tensors that its backward (docs/runs.md) keeps in memory."""
 
 import dataclasses
 from collections.abc import Callable

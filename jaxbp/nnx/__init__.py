@@ -1,7 +1,5 @@
-"""Layers with the constructors, parameters, and layouts of `flax.nnx`, whose calls run ops of jaxbp.
-
-Each of these layers can replace the layer of the same name in `flax.nnx` without any other change.
-"""
+"""Ops of jaxbp as layers with the constructors, parameters, and layouts of the layers of the same name in
+`flax.nnx`."""
 
 from jaxbp.nnx.activations import PReLU as PReLU
 from jaxbp.nnx.activations import elu as elu

@@ -14,4 +14,4 @@ AUTODIFF_ON_GPU = DefaultImplementation(gpu="autodiff", older_gpu="autodiff")
 AUTODIFF_EVERYWHERE = DefaultImplementation(gpu="autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
 fused_pair = functools.partial(Pair, unsupported=checks.unsupported, default=XLA_ON_GPU, jit=True)
-"""Make a `Pair` of formulas that XLA fuses. Its kernels compute element-wise functions, or sums of them."""
+"""Make a `Pair` of formulas that XLA fuses."""

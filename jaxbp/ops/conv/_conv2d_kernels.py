@@ -1,7 +1,7 @@
 """Calls of the kernels of `conv2d` and its gradients.
 
-Where a product with the filter matrix (`_filter_matrix`) is faster on the tensor cores, it computes y or dx, without
-transposes. All other gradients transpose their arrays so that the batch is the last axis, and call a kernel.
+Where a product with the filter matrix (`_filter_matrix`) is faster, it computes y or dx, without transposes. All other
+gradients transpose their arrays so that the batch is the last axis, and call a kernel.
 """
 
 import math

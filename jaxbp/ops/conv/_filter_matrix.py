@@ -1,6 +1,6 @@
-"""Convolutions of small images as products with a matrix of the filters, which cuBLAS runs on the tensor cores.
+"""Convolutions of small images as products with a matrix of the filters, by cuBLAS on the tensor cores.
 
-Although most elements of the matrix are zero, the products are faster than cuDNN's convolution.
+Although most elements of the matrix are zero, these products are faster than cuDNN's convolution.
 """
 
 import math
@@ -15,9 +15,9 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""The matrix may have at most `_MAX_ELEMENTS` elements, because every call builds it. The ratio of the input's
-positions to the filter's positions (taps) is bounded, because it determines the share of zeros. Up to 2.6 million
-elements and 31 positions per tap (28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
+"""Bounds of the number of elements of the matrix, which every call builds, and of the ratio of the input's positions to
+the filter's positions (taps), which determines the share of zeros. Up to 2.6 million elements and 31 positions per tap
+(28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -66,11 +66,11 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""In float32, `banded_input_gradient` needs this number of multiplications to be faster than the exact kernel, because
-it takes four launches. The exact kernel, which computes dx in full float32, takes one launch."""
+"""In float32, `banded_input_gradient`, with four launches, is faster than the exact kernel, with one launch, only from
+this number of multiplications on. The exact kernel computes dx in full float32."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
 """Maps bytes per element to the largest number of multiplications by the band per multiplication in the exact kernel.
-The value for float32 is measured, and the value for half precisions is chosen by hand."""
+Only the value for float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:

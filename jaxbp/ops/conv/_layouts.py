@@ -1,7 +1,7 @@
 """Layouts of images and filters. Ops transpose to NCHW and OIHW, and XLA combines the transposes with the convolution.
 
 A layout is a tuple of an array's axes in this order: batch (or output channels), channels (or input channels), and
-spatial axes. For example, an NHWC image has the layout (0, 3, 1, 2).
+spatial axes. For example, NHWC images have the layout (0, 3, 1, 2).
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ def conv1d(
       padding: one int; a sequence of one int or one pair (before, after); "SAME", "SAME_LOWER", or "VALID"; or
         "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"), as in `conv2d`.
-      implementation: None for the fastest. "pallas" supports no dilation. It supports groups only in depthwise
+      implementation: "pallas" supports no dilation. It supports groups only in depthwise
         convolutions with stride 1 and a filter_width of at most 8.
       Other arguments and errors: as in `conv2d`.
 

@@ -1,7 +1,4 @@
-"""Two-dimensional convolution and its gradients with respect to x, w, and b.
-
-Throughout, `d` is the dilation, `s` the stride, and `p` the padding before the first element, per axis.
-"""
+"""Two-dimensional convolution and its gradients with respect to x, w, and b."""
 
 import functools
 
@@ -154,7 +151,7 @@ def conv2d(
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
         A NaN or infinity in a small image may then spread over the whole result for this image.
-      implementation: None for the fastest. "pallas" supports no dilation and no groups. It computes y by cuDNN. For
+      implementation: "pallas" supports no dilation and no groups. It computes y by cuDNN. For
         small images, it may compute y and dx by cuBLAS.
 
     Returns:

@@ -176,7 +176,7 @@ def max_pool2d(
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: 1 for NCHW, and -1 for NHWC.
-      implementation: None for the fastest. "pallas" supports no dilation. If every position of x is in exactly one
+      implementation: "pallas" supports no dilation. If every position of x is in exactly one
         window, "pallas" uses XLA.
 
     Returns:

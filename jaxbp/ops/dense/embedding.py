@@ -166,7 +166,7 @@ def embedding_backward(
 
     Args:
       table: only its shape and dtype are used.
-      implementation: None for the fastest. "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
+      implementation: "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
         sums in dy's dtype, and on a GPU with atomics, so that the order varies.
 
     Returns:

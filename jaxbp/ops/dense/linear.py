@@ -66,7 +66,7 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: None for the fastest. "pallas" calls cuBLAS, except for the gradients in exact float32
+      implementation: "pallas" calls cuBLAS, except for the gradients in exact float32
         (`precision="highest"`), for which it runs kernels.
 
     Returns:

@@ -1,8 +1,7 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
 Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except for
-products in exact float32 (`precision="highest"`). `precision` is as in `jax.lax.dot`. In every backward, `dy` is the
-gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+products in exact float32 (`precision="highest"`). Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math

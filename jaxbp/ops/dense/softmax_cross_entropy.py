@@ -229,7 +229,7 @@ def softmax_cross_entropy(
         even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
         `classes` counts the included classes.
-      implementation: None for the fastest. "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
+      implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
         per class.
 
     Returns:

@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
 A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows, with one value per cell. The
-coefficients are a pair of lists: one array `(4, gates, kernels)` per perception layer, and one array `(4, gates)` per
-update layer. A kernel is one of several circuits of perception with the same wires.
+coefficients are two lists: one array `(4, gates, kernels)` per perception layer, and `(4, gates)` per update layer. A
+kernel is one of several circuits of perception with the same wires.
 """
 
 import math

@@ -91,7 +91,7 @@ def _interleaved(pair: Array) -> Array:
 
 
 _MOST_TURNS = 32
-"""The largest number of consumers per input for which the sum over them is unrolled, with one gather per consumer."""
+"""The largest number of consumers per input for which the sum over them is unrolled into gathers."""
 
 _LARGEST_PRODUCT = 2**14
 """Up to this number of elements of a 0-1 matrix `(inputs, consumers)`, a product with the matrix sums over

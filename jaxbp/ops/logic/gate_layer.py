@@ -9,8 +9,8 @@ b:
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-A mixture of these functions is `c0 + c1 a + c2 b + c3 ab` with four coefficients. One `Pair` maps the parameters of a
-gate to its coefficients. A second `Pair` maps coefficients and inputs to the gate's value.
+A mixture of these functions is `c0 + c1 a + c2 b + c3 ab`. One `Pair` maps the parameters of a gate to the four
+coefficients. A second `Pair` maps coefficients and inputs to the gate's value.
 """
 
 import dataclasses

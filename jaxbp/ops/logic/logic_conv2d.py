@@ -212,7 +212,7 @@ def logic_conv2d(
     Args:
       stride: an int, or a pair for rows and columns.
       padding: zeros on each side, as in `conv2d`.
-      implementation: None for the fastest. "pallas" supports depths up to 4.
+      implementation: "pallas" supports depths up to 4.
       Other arguments: as in `gate_layer`.
 
     Returns:

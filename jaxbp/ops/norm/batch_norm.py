@@ -135,7 +135,7 @@ def batch_norm(
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
         channel's mean is far from zero.
-      implementation: None for the fastest. With `axis_name` or `use_fast_variance`, JAX differentiates the mean and the
+      implementation: With `axis_name` or `use_fast_variance`, JAX differentiates the mean and the
         variance.
 
     Returns:

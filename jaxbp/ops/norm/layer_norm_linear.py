@@ -38,7 +38,7 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""From this number of rows per output on, x̂ is kept. Keeping x̂ saves passes over the rows, but adds passes over the
+"""From this number of rows per output on, x̂ is kept, which saves passes over the rows, but adds passes over the
 weights (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
@@ -258,7 +258,7 @@ def layer_norm_linear(
     Args:
       x, scale, bias, eps, and errors: as in `layer_norm`.
       w, b, precision: as in `linear`.
-      implementation: None for the fastest. "pallas" calls cuBLAS for products, except where kernels in half precision
+      implementation: "pallas" calls cuBLAS for products, except where kernels in half precision
         are faster on compute capability 9.0.
 
     Returns:

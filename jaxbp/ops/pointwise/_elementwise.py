@@ -1,4 +1,4 @@
-"""Pairs (a forward and its backwards) of element-wise ops, with the kernels `elementwise` and `sum_over`.
+"""Pairs of element-wise ops, with the kernels `elementwise` and `sum_over`.
 
 Half precisions are computed in float32. Gradients are summed over broadcast axes.
 """

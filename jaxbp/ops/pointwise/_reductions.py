@@ -1,4 +1,4 @@
-"""Pairs (a forward and its backwards) of reductions. `axis` is a tuple, and `shape` is the shape of the argument a."""
+"""Pairs of reductions. `axis` is a tuple, and `shape` is the shape of the argument a."""
 
 import functools
 import math

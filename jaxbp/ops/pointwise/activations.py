@@ -1,8 +1,8 @@
 """Activation functions.
 
 Every function takes x of any shape and floating dtype, and returns an array of x's shape and dtype. Half precisions are
-computed in float32. The kernels support only float32, bfloat16, and float16. In every backward, `dy` is the gradient
-with respect to y. A dtype that is not floating raises a TypeError, and a wrong shape a ValueError.
+computed in float32. The kernels support only float32, bfloat16, and float16. A dtype that is not floating raises a
+TypeError, and a wrong shape a ValueError.
 """
 
 import math
@@ -81,7 +81,7 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Below -1000, `gelu`, `silu`, and `mish` are 0. Above 1000, they are x. Both hold to the last digit of float64."""
+"""Below -1000, `gelu`, `silu`, and `mish` are 0, and above 1000 x, to the last digit of float64."""
 
 
 def _saturating(function):

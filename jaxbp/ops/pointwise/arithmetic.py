@@ -1,9 +1,9 @@
 """Arithmetic, with NumPy's broadcasting.
 
 Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast. Either may be a number. The
-result has the dtype to which `jax.numpy` promotes x1 and x2. In every backward, `dy` is the gradient with respect to
-the result. A backward returns `(dx1, dx2)`, in the shapes and dtypes of x1 and x2, summed over the axes along which x1
-or x2 is broadcast. Invalid arguments raise a TypeError or a ValueError.
+result has the dtype to which `jax.numpy` promotes x1 and x2. A backward returns `(dx1, dx2)`, in the shapes and dtypes
+of x1 and x2, summed over the axes along which x1 or x2 is broadcast. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import math

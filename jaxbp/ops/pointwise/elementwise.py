@@ -1,7 +1,7 @@
 """Element-wise functions of one array.
 
-Every function takes `x` of any shape and floating dtype and returns an array of x's shape and dtype. In every backward,
-`dy` is the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+Every function takes `x` of any shape and floating dtype and returns an array of x's shape and dtype. Invalid arguments
+raise a TypeError or a ValueError.
 """
 
 import math

@@ -1,7 +1,6 @@
-"""Losses that compare predictions with targets of the same shape.
+"""Losses that compare predictions with targets of the same shape, both floating.
 
-Predictions and targets are floating. Other arguments and shapes that differ raise a TypeError or a ValueError. In every
-backward, `dy` is the gradient with respect to the loss.
+Other arguments raise a TypeError or a ValueError.
 """
 
 import functools

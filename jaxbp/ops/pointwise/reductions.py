@@ -2,8 +2,8 @@
 
 Every function takes `a`, of any shape and floating dtype, and returns a's dtype. Half precisions are summed in float32.
 `axis` is one int, several ints, or None for all axes. `where` is None, or a boolean array that broadcasts to a and is
-True for the included elements. Excluded elements have the gradient 0, even if they are NaN. In every backward, `dy` is
-the gradient with respect to the result. Invalid arguments raise a TypeError or a ValueError.
+True for the included elements. Excluded elements have the gradient 0, even if they are NaN. Invalid arguments raise a
+TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
