@@ -2,8 +2,8 @@
 
 The backward of `state = step(state, t)` needs the state before each step, last step first. The policy "logarithmic"
 (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and keeps the states before
-about log2(n) segments, which binomial checkpointing selects. With s kept states and at most r recomputations per
-segment, it reverses up to binomial(s + r, s) segments, the most possible.
+about log2(n) segments. Binomial checkpointing selects these segments. With s kept states and at most r recomputations
+per segment, it reverses up to binomial(s + r, s) segments, the most possible.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """

@@ -42,8 +42,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares the leading axes of the arguments at `places` as batch axes, unless the first of
-    these arguments has at most `features` axes."""
+    """Return a function that declares the leading axes of the arguments at `places` as batch axes. If the first of
+    these arguments has at most `features` axes, there are no batch axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -81,8 +81,8 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device, with the device's part of the examples, or if the devices do
-    not divide them evenly, with all examples.
+    """Return a function that runs `kernel` on each device, with the device's part of the examples. If the examples
+    cannot be divided evenly, every device gets all examples.
 
     Each result must have a batch axis or be a sum over the examples. The same function in jnp, `formula`, determines
     the shapes of the results.

@@ -52,7 +52,8 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion."""
+"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion
+(5120 channels)."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:

@@ -14,7 +14,7 @@ class Layer:
 
     The subclass defines `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
 
-    `implementation` is that of the op, a static attribute. `args` and `options` are those of the layer of Flax.
+    The constructor passes `args` and `options` to the layer of Flax. `implementation` is static.
 
     Raises:
       ValueError: the implementation is unknown.

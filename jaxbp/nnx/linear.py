@@ -41,9 +41,9 @@ class LinearSoftmaxCrossEntropy(Linear):
 
     A call returns the logits. `loss` returns the loss without storing all logits.
 
-    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class, so XLA stores the
-    transposed kernel, and transposes its gradient, if the op divides the inputs into chunks. For weights that are tied
-    to an `Embed`, call the op instead, because these weights already have one row per class.
+    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class. If it divides the
+    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights that are
+    tied to an `Embed`, call the op instead, because these weights already have one row per class.
 
     Args:
       args, options: as in `Linear`.

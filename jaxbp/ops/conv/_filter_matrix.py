@@ -15,9 +15,9 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Bounds of the number of elements of the matrix, which every call builds, and of the ratio of the input's positions to
-the filter's positions (taps), which determines the share of zeros. Up to 2.6 million elements and 31 positions per tap
-(28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
+"""Every call builds the matrix, so its number of elements is bounded. The number of the input's positions per position
+of the filter (tap) is bounded, because it determines the share of zeros. Up to 2.6 million elements and 31 positions
+per tap (28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -124,8 +124,9 @@ def banded_input_gradient(
 def _band(w, Q, W, window):
     """Return the band, and the number of input rows that one row of the pool's windows reaches.
 
-    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. For Q
-    windows of width S, it maps dy at position (r, s) of window q to dx in row i of these rows and column j of W.
+    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps dy
+    at position (r, s) of window q to dx in row i of these rows and column j. There are Q windows of width S, and W
+    columns.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

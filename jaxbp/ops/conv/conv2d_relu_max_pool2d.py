@@ -54,8 +54,8 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, *, windows):
-    """Return the maximum of ReLU(z) in each window, and its position, or if no element of the window is above 0, the
-    number of positions of a window."""
+    """Return the maximum of ReLU(z) in each window, and its position. If no element of a window is above 0, the
+    position is the number of positions, which is outside of the window."""
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -206,8 +206,8 @@ def conv2d_relu_max_pool2d_with_indices(
 ]:
     """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the positions that its backward needs.
 
-    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v of the window,
-    or `window_height * window_width` if ReLU is 0 in the whole window. Indices have no gradient. They are uint8 for
+    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v. If ReLU is 0
+    in the whole window, the index is `window_height * window_width`. Indices have no gradient. They are uint8 for
     windows of up to 255 positions, else int32. Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_with_indices"

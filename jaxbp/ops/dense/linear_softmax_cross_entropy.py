@@ -2,8 +2,8 @@
 
 Large logits are never stored as a whole. A scan computes them for one chunk of the rows of x at a time. If the argument
 `reduction` is "mean" or "sum", the forward under differentiation also computes the gradients, in three matrix products
-in total, and the backward multiplies them by one number. If `reduction` is None, each loss has a separate cotangent.
-The backward then computes the logits again, in a fourth product.
+in total. The backward multiplies them by one number. If `reduction` is None, each loss has a separate cotangent. The
+backward then computes the logits again, in a fourth product.
 """
 
 import functools

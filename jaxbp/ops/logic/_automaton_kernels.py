@@ -30,7 +30,7 @@ than separate launches."""
 _GATES, _LANES = 0, 1
 """Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
-"""As in `_automaton_formula`."""
+"""Whether the forward can keep the inputs of every gate."""
 
 
 class RowsRead(NamedTuple):

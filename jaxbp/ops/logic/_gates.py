@@ -28,8 +28,8 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
     """Return (dc, drows). `dc = Σ dy (1, a, b, ab)` is a sum over the examples.
 
-    The gradient of a row is a sum over the gates that read it (its consumers): of `dy (c1 + c3 b)` if the row is the
-    gate's a, and of `dy (c2 + c3 a)` if it is the gate's b.
+    The gradient of a row is a sum over the gates that read the row (its consumers). A gate adds `dy (c1 + c3 b)` to the
+    gradient of its a, and `dy (c2 + c3 a)` to the gradient of its b.
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))

@@ -118,10 +118,10 @@ def automaton_step(
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
     Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
-    Beyond the border of the grid, cells are 0, or if the automaton is periodic, the cells on the opposite side.
-    perception_k and update are layers of gates, as in `gate_layer`, and the outputs of perception_k are bits. The next
-    state is clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding error
-    in every layer.
+    Beyond the border of the grid, cells are 0. If the automaton is periodic, they are the cells on the opposite side
+    instead. perception_k and update are layers of gates, as in `gate_layer`. A bit is an output of perception_k. The
+    next state is clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding
+    error in every layer.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
@@ -160,7 +160,8 @@ def automaton_step_backward(
     """Gradients of `automaton_step`, by the formulas of `gate_layer_backward` in each layer of gates.
 
     The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
-    cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if the cell did not update.
+    cell's state is a sum over the nine cells that see the cell. If the cell did not update, `dnext` of the cell is
+    added.
 
     Returns:
       (dlogits, dstate), in the structure and dtypes of the logits and the state.
