@@ -111,7 +111,7 @@ def avg_pool2d(
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
       Other arguments, dtype, shape, and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
 
-    Without any position that counts, which needs dilation and `count_include_pad=False`, y is NaN.
+    If no position of a window counts, y is NaN. This happens only with dilation and `count_include_pad=False`.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """

@@ -42,11 +42,11 @@ def conv1d(
     Args:
       x: sequences, NCW.
       w: filters, OIW.
-      padding: one int; a sequence of one int or one pair (before, after); "SAME", "SAME_LOWER", or "VALID"; or
-        "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
+      padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
+        "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"), as in `conv2d`.
-      implementation: "pallas" supports no dilation. It supports groups only in depthwise
-        convolutions with stride 1 and a filter_width of at most 8.
+      implementation: "pallas" supports no dilation. It supports groups only in depthwise convolutions with stride 1 and
+        a filter_width of at most 8.
       Other arguments and errors: as in `conv2d`.
 
     Returns:

@@ -183,8 +183,8 @@ def conv2d_relu_max_pool2d(
     Args:
       window: height and width of the pool's windows, which do not overlap.
       stride, padding: of the convolution.
-      implementation: "pallas" supports stride 1, filters of at most 64 positions, and windows of
-        at most 16 positions. It may call cuBLAS for dx of small images.
+      implementation: "pallas" supports stride 1, filters of at most 64 positions, and windows of at most 16 positions.
+        It may call cuBLAS for dx of small images.
       Other arguments, dtype, and errors: as in `conv2d`.
     """
     op = "conv2d_relu_max_pool2d"

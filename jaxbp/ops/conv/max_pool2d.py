@@ -176,13 +176,13 @@ def max_pool2d(
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: 1 for NCHW, and -1 for NHWC.
-      implementation: "pallas" supports no dilation. If every position of x is in exactly one
-        window, "pallas" uses XLA.
+      implementation: "pallas" supports no dilation. If every position of x is in exactly one window, "pallas" uses XLA.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
       rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. The gradient of a window goes to
-      the first of equal maxima in row-major order, or to the first NaN. With "autodiff", XLA chooses one of the NaNs.
+      the first of equal maxima in row-major order, or to the first NaN. With `implementation="autodiff"`, XLA chooses
+      the position if the window has a NaN.
 
     Raises:
       TypeError, ValueError: an argument is invalid.

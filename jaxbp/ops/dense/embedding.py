@@ -162,12 +162,12 @@ def embedding_backward(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "num_embeddings features"]:
-    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, summed over every i for which index i selects row k.
+    """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
     Args:
       table: only its shape and dtype are used.
-      implementation: "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff"
-        sums in dy's dtype, and on a GPU with atomics, so that the order varies.
+      implementation: "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff" sums in dy's dtype, and
+        on a GPU with atomics, so that the order varies.
 
     Returns:
       dtable, in the dtype of the table. Rows that no index selects are 0.

@@ -66,8 +66,8 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS, except for the gradients in exact float32
-        (`precision="highest"`), for which it runs kernels.
+      implementation: "pallas" calls cuBLAS, except for the gradients in exact float32 (`precision="highest"`), for
+        which it runs kernels.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.

@@ -264,8 +264,8 @@ def mlp_softmax_cross_entropy(
       labels: integers in [0, classes).
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up
-        to 256 features. In other cases, it computes the formula with cuBLAS.
+      implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up to 256 features. In
+        other cases, it computes the formula with cuBLAS.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes x and the layers. A label that is not a class has the loss

@@ -220,17 +220,16 @@ def softmax_cross_entropy(
     y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`.
 
     Args:
-      labels: integers in [0, classes), one per example, for which y is one-hot; or y, one weight per class and example.
-        Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds nothing to the
-        loss, and has the gradient 0.
+      labels: integers in [0, classes), one per example, which mean one-hot weights y; or y, one weight per class and
+        example. Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds
+        nothing to the loss, and has the gradient 0.
       axis: the axes of the classes, or None for all. With several axes, an integer label is a row-major index over
         these axes, in the order of `axis`.
       where: one boolean per example, or one per class and example. An excluded example has the loss and the gradient 0,
         even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
         `classes` counts the included classes.
-      implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean
-        per class.
+      implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an

@@ -258,8 +258,8 @@ def layer_norm_linear(
     Args:
       x, scale, bias, eps, and errors: as in `layer_norm`.
       w, b, precision: as in `linear`.
-      implementation: "pallas" calls cuBLAS for products, except where kernels in half precision
-        are faster on compute capability 9.0.
+      implementation: "pallas" calls cuBLAS for products, except where kernels in half precision are faster on compute
+        capability 9.0.
 
     Returns:
       z, in the dtype to which `jax.numpy` promotes the arguments.

@@ -81,7 +81,7 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Below -1000, `gelu`, `silu`, and `mish` are 0, and above 1000 x, to the last digit of float64."""
+"""Below -1000, `gelu`, `silu`, and `mish` are 0. Above 1000, they are x. Both hold to the last digit of float64."""
 
 
 def _saturating(function):

@@ -107,7 +107,7 @@ def rotary_embedding(
       positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape
         `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: at least 1.
-      frequencies: one number per pair, in radians per position, which replaces the default.
+      frequencies: one number per pair, in radians per position. If given, `base` is not used.
       interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i
         consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
 
