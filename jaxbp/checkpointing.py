@@ -134,7 +134,6 @@ def _unrolled(wanted: int, length: int) -> int:
 
 
 def _through(step, state, start, length, *, unroll):
-    """Return the state after `length` steps, given the state before step `start`."""
     if length == 1:
         return step(state, start)
     steps = start + np.arange(length, dtype=np.int32)

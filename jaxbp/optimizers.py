@@ -37,8 +37,7 @@ class FusedOptimizer(NamedTuple):
     """An Optax transformation with an `apply` that updates all parameters in one launch.
 
     Attributes:
-      init: `init(params) -> state`.
-      update: `update(grads, state, params) -> (updates, state)`.
+      init, update: as in Optax.
       apply: `apply(grads, state, params, finite=None) -> (params, state)`, `update` followed by `optax.apply_updates`.
         If the flag `finite` is given and false, nothing changes, as with `jaxbp.precision.where_finite`.
     """
@@ -250,7 +249,6 @@ def _alone(kernel: Callable, plain: Callable) -> Callable:
 
 
 def _is_node(tree: Any) -> bool:
-    """Return whether a tree is the state of Adam or of a schedule, which both count steps."""
     return "count" in getattr(tree, "_fields", ())
 
 

@@ -47,7 +47,6 @@ FUSED_ANY = dict(window=(2, 3), padding=(1, 0))
 
 
 def indices_of(*shape: int | str, below: int) -> Argument:
-    """Return an argument for the positions of maxima in their windows."""
     return Argument(shape, below=below, dtype=jnp.uint8)
 
 

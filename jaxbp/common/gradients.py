@@ -53,7 +53,6 @@ def _leaf(path: tuple, a: Any) -> _Leaf:
 
 
 def _check(op: str, name: str, kinds: Any, gradient: Any) -> None:
-    """Check the gradient with respect to one argument. The gradient, or parts of it, may be None."""
     if kinds is None or gradient is None:
         return
     leaves, structure = jax.tree.flatten(gradient, is_leaf=lambda g: g is None)

@@ -1,5 +1,4 @@
-"""The layers of LeNet and the MLP-Mixer, in the layouts of ops that fuse several layers: NCHW, OIHW, and `(out,
-in)`."""
+"""The layers of LeNet and the MLP-Mixer, in the layouts NCHW, OIHW, and `(out, in)` of the ops that fuse layers."""
 
 import jax
 import jax.numpy as jnp

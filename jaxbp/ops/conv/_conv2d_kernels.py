@@ -81,7 +81,6 @@ def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
 
 
 def _reached(dy, x, *, filter_size, stride, padding, dilation, **options):
-    """Return the part of the padded x that the filter read, `(channels, height, width, N)`."""
     reached = reached_padding(dy.shape[2:], x.shape[2:], filter_size, stride, padding, dilation)
     return lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *((*r, 0) for r in reached), (0, 0, 0)])
 

@@ -32,7 +32,7 @@ CHUNK_BYTES = 2**30
 """Logits of at most this size are one chunk. Larger logits have chunks of at most half of this size, because the sums
 of the weights' gradients over chunks need memory, too."""
 ROWS_MULTIPLE = 128
-"""Rows per tile of the tensor cores. The number of rows of a larger chunk is a multiple."""
+"""Rows per tile of the tensor cores. A larger chunk has a multiple of this number of rows."""
 COLUMNS_MULTIPLE = 256
 """The kernels load vectors of logits, so classes are padded to a multiple of this number."""
 KERNEL_CLASSES = 1024
@@ -295,7 +295,8 @@ def linear_softmax_cross_entropy(
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
       kept row has a label that is not a class. The gradient of w is summed in float32 or wider and rounded once to w's
-      dtype. With a reduction, it is rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
+      dtype. Unless `reduction` is None, this gradient is rounded again if the cotangent of the loss is not 1, and for
+      "mean" in float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.

@@ -220,8 +220,8 @@ def softmax_cross_entropy(
     y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`.
 
     Args:
-      labels: integers in [0, classes), one per example, which mean one-hot weights y; or y, one weight per class and
-        example. Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds
+      labels: one integer in [0, classes) per example, or y, one weight per class and example. For an integer label, y
+        is one-hot. Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds
         nothing to the loss, and has the gradient 0.
       axis: the axes of the classes, or None for all. With several axes, an integer label is a row-major index over
         these axes, in the order of `axis`.

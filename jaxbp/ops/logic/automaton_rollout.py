@@ -202,14 +202,11 @@ def automaton_rollout(
       steps: static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
         (straight-through). The gradient of the rate is 0. A traced rate is not checked.
-      memory: what the forward keeps for the backward. For T ticks of a state of n bytes:
-        "all": the inputs of every gate in every tick, or with "pallas" the same as "states".
-        "states": the state before every tick, T n bytes. Each tick is computed once more.
-        an int k: the state before every k-th tick, (T / k + k) n bytes. Each tick is computed twice more.
-        "logarithmic": the states that binomial checkpointing selects, about 2 log2(T) n bytes.
+      memory: what the forward keeps for the backward: "all" for the inputs of every gate in every tick, or a policy of
+        `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
       Other arguments, dtype, and errors: as in `automaton_step`.
 
-    Source: as in `automaton_step`; for the policies, `jaxbp.checkpointed_scan`.
+    Source: as in `automaton_step`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)

@@ -139,7 +139,6 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    """Return (dx, dc) by the fastest kernels for these wires, with dx of shape `(inputs, examples)`."""
     # `gradients_by_input` needs no shared memory, and is the fallback, also without a GPU.
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
@@ -284,6 +283,7 @@ def gate_layer(
 
     Returns:
       y in x's dtype, computed in float32 or wider. With `groups`, the sums are in float32 or wider.
+
     Raises:
       TypeError, ValueError: an argument is invalid.
 

@@ -134,7 +134,6 @@ def _residuals(x, scale, bias, w, b, **options):
 
 
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
-    """Compute the backward with `gradients` for LayerNorm and `parameters`, which returns (dw, db)."""
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
     dw, db = parameters(rows(dy), rows(y), precision=precision)

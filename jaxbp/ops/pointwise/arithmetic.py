@@ -142,7 +142,6 @@ _MINIMUM = Elementwise(
 
 
 def _operands(x1, x2):
-    """Return x1 and x2 by their names, with Python numbers and weakly typed arrays in the promoted dtype."""
     arrays = [x for x in (x1, x2) if isinstance(x, Array | np.ndarray)]
     if arrays and any(map(_is_number, (x1, x2))):
         is_floating = any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)

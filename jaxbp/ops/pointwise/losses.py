@@ -171,7 +171,6 @@ def _loss_backward(op, implementation, dy, **arrays):
 
 
 def _checked(op, **arrays):
-    """Return the checked arrays by their names, promoted to one dtype. dy must have the shape of the loss."""
     values = dict(zip(arrays, checks.floating(op, **arrays), strict=True))
     (first, like), *others = ((name, a) for name, a in values.items() if name != "dy")
     for name, a in others:

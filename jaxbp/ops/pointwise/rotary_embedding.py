@@ -68,7 +68,6 @@ def _residuals(x, positions, **options):
 
 
 def _batch_axes(dy, positions):
-    """Return the leading axis of each array as a batch axis, unless the array is broadcast along it."""
     if dy.ndim == 1:
         return Axes({})
     return Axes({0: 0, 1: 0} if len(positions) == len(dy) else {0: 0})
