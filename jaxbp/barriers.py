@@ -1,8 +1,8 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
 A barrier prevents XLA from merging, moving, or repeating computations. It affects time and memory, not results. Before
-jaxlib 0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, a function call that
-the attribute `inlineable` protects from inlining replaces the barrier.
+jaxlib 0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, a function call
+replaces the barrier. The attribute `inlineable` keeps XLA from inlining this call.
 """
 
 import functools

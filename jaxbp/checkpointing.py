@@ -172,8 +172,8 @@ class _Schedule:
       slots: the number of slots, each of which keeps one state. One more slot receives the states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before the segment.
       visits: four arrays `(n,)`: for each visit, its segment, the slot from which it fetches a state, the segment that
+        begins with this state, and the index of the visit's first entry in `slots_on_the_way`.
       slots_on_the_way: for each segment that a visit recomputes, the slot for the state before the segment.
-      slots_on_the_way: the same as `first_slots` for each segment that a visit recomputes.
     """
 
     slots: int

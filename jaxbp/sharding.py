@@ -48,8 +48,8 @@ def batched(*places: int, features: int = 1) -> BatchAxes:
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh on which the arrays lie. Return None if they lie on one device, and within `jax.shard_map`, where
-    each device has separate arrays."""
+    """Return the mesh on which the arrays lie, or None if they lie on one device. Within `jax.shard_map`, return None,
+    because each device has separate arrays."""
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:

@@ -131,7 +131,8 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of ops whose gradient goes to the first of several equal numbers, unlike autodiff's."""
+    """Return the entries of ops whose gradient goes to the first of equal numbers. Autodiff would divide it among
+    them."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 

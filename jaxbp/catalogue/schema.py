@@ -24,7 +24,7 @@ class Argument:
     """A random array. Floats are standard normal, times `scale`, plus `offset` along the last axis.
 
     Attributes:
-      shape: the sizes of the axes, one of which may be `BATCH`, which is replaced by the batch size.
+      shape: the sizes of the axes. `BATCH` stands in place of the batch size.
       below: the exclusive upper bound of integers; None for floats.
       weights: whether the array is the softmax of the floats over the last axis.
       apart: whether the floats are evenly spaced, in random order.

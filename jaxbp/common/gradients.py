@@ -106,8 +106,7 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
 
 
 def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
-    """Return each gradient in the dtype of its argument, if the argument is floating. Both pytrees have one
-    structure."""
+    """Return each gradient in the dtype of its argument, if the argument is floating."""
 
     def converted(a, gradient):
         dtype = jnp.result_type(a)

@@ -23,7 +23,8 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. `padding` is a pair (before, after) per axis, with `ceil_mode`'s."""
+    """The windows of a pool on images of one size. `padding` is a pair (before, after) per axis, which includes the
+    padding of `ceil_mode`."""
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -38,7 +39,7 @@ class Windows:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The size of a window with the gaps of dilation."""
+        """The size of a window, including the gaps of dilation."""
         return dilated(self.window, self.dilation)
 
     @property

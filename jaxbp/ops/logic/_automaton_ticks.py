@@ -20,7 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout: one key per tick, and the rounding rate, or None if nothing is rounded."""
+    """Random choices of a rollout: one key per tick, and the rounding rate, which is None if nothing is rounded."""
 
     keys: Array
     rounding_rate: Array | None
