@@ -18,7 +18,8 @@ class MixerBlock(nnx.Module):
     """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
     The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`. `patches_hidden` and
-    `channels_hidden` are the hidden widths of the MLPs. Every layer gets `options`.
+    `channels_hidden` are the hidden widths of the MLPs. Every layer gets the options `implementation`, `dtype`, and
+    `rngs`.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):

@@ -41,16 +41,16 @@ class LinearSoftmaxCrossEntropy(Linear):
 
     A call returns the logits. `loss` returns the loss without storing all logits.
 
-    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class. If it divides the
-    inputs into chunks, XLA therefore stores the transposed kernel, and transposes its gradient. For weights that are
-    tied to an `Embed`, call the op instead, because these weights already have one row per class.
+    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class, so XLA may store
+    the transposed kernel. For weights that are tied to an `Embed`, call the op instead, because these weights already
+    have one row per class.
 
     Args:
       args, options: as in `Linear`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
 
     Raises:
-      NotImplementedError: an option exists only in Flax, such as `dot_general`.
+      NotImplementedError: an option of the constructor exists only in Flax, such as `dot_general`.
     """
 
     def __init__(

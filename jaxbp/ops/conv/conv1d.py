@@ -37,7 +37,7 @@ def conv1d(
 
     If `groups`, the number of input channels, and the number of output channels are equal, the convolution is
     depthwise. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs
-    the channels on the last axis of x and y, so other layouts cost transposes.
+    the channels on the last axis.
 
     Args:
       x: sequences, NCW.

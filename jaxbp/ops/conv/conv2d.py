@@ -151,8 +151,7 @@ def conv2d(
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
       precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
         A NaN or infinity in a small image may then spread over the whole result for this image.
-      implementation: "pallas" supports no dilation and no groups. It computes y by cuDNN. For small images, it may
-        compute y and dx by cuBLAS.
+      implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments. Its height is

@@ -177,14 +177,13 @@ def conv2d_relu_max_pool2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
 
-    The residuals are x, w, b, and the position of the maximum in each window of the pool. A position takes one byte if
-    the windows have at most 255 elements, else four.
+    The residuals are x, w, b, and the position of the maximum in each window of the pool.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
       stride, padding: of the convolution.
       implementation: "pallas" supports stride 1, filters of at most 64 positions, and windows of at most 16 positions.
-        It may call cuBLAS for dx of small images.
+        It may call cuBLAS for dx.
       Other arguments, dtype, and errors: as in `conv2d`.
     """
     op = "conv2d_relu_max_pool2d"

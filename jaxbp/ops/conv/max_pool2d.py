@@ -176,7 +176,7 @@ def max_pool2d(
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: 1 for NCHW, and -1 for NHWC.
-      implementation: "pallas" supports no dilation. If every position of x is in exactly one window, "pallas" uses XLA.
+      implementation: "pallas" supports no dilation.
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,

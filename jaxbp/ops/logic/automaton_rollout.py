@@ -120,8 +120,7 @@ def automaton_step(
     Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
     Beyond the border of the grid, cells are 0. If the automaton is periodic, they are the cells on the opposite side
     instead. perception_k and update are layers of gates, as in `gate_layer`. A bit is an output of perception_k. The
-    next state is clipped to [0, 1] with derivative 1, because outside of [0, 1], an XNOR gate would double a rounding
-    error in every layer.
+    next state is clipped to [0, 1] with derivative 1, so that rounding errors do not grow.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and

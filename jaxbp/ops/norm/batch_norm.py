@@ -135,7 +135,6 @@ def batch_norm(
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
         channel's mean is far from zero.
-      implementation: with `axis_name` or `use_fast_variance`, JAX differentiates the mean and the variance.
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var

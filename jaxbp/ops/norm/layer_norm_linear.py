@@ -251,14 +251,13 @@ def layer_norm_linear(
 ) -> Float[Array, "*batch out"]:
     """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
 
-    The forward saves x and two numbers per row for the backward. On compute capability 9.0, `implementation="pallas"`
-    saves the normalized rows instead of x for many rows in bfloat16, and rounds `w * scale` to bfloat16.
+    The residuals are x and two numbers per row. For many rows in bfloat16 on compute capability 9.0,
+    `implementation="pallas"` saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
 
     Args:
       x, scale, bias, eps, and errors: as in `layer_norm`.
       w, b, precision: as in `linear`.
-      implementation: "pallas" calls cuBLAS for products, except where kernels in half precision are faster on compute
-        capability 9.0.
+      implementation: "pallas" calls cuBLAS for products, except where its kernels are faster.
 
     Returns:
       z, in the dtype to which `jax.numpy` promotes the arguments.
