@@ -158,7 +158,8 @@ def conv2d(
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" does not support an argument.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.

@@ -185,7 +185,8 @@ def max_pool2d(
       the position if the window has a NaN.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
       NotImplementedError: "pallas" does not support an argument.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.

@@ -147,7 +147,8 @@ def embedding(
       y, in the table's dtype.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """

@@ -236,7 +236,8 @@ def softmax_cross_entropy(
       integer label is not an included class, the loss is NaN. Its gradient is NaN, too, or 0 if dy is 0.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et

@@ -134,7 +134,8 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """

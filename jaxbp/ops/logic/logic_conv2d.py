@@ -219,7 +219,8 @@ def logic_conv2d(
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """

@@ -143,7 +143,8 @@ def batch_norm(
       `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """

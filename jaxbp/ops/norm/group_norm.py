@@ -104,7 +104,8 @@ def group_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """

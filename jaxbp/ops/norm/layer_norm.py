@@ -210,7 +210,8 @@ def layer_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """

@@ -114,7 +114,8 @@ def rotary_embedding(
       y, in x's dtype, computed in float32 or wider. In float32, positions above 2^24 are rounded.
 
     Raises:
-      TypeError, ValueError: an argument is invalid.
+      TypeError: a type or dtype is wrong.
+      ValueError: a shape or an option is wrong.
 
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
     """
