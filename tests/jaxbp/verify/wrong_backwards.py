@@ -734,11 +734,10 @@ CORPUS = (
 HEAD = """# Wrong backwards
 
 This page lists wrong backwards from the code of other projects, each rewritten as a small pair. `jaxbp.verify.check`
-finds all of them. `tests/jaxbp/verify/wrong_backwards.py` has their code and generates this page.
+finds all of them. `tests/jaxbp/verify/wrong_backwards.py` has the pairs and generates this page.
 
 Most of these backwards passed the tests of their projects, which used a dy of ones, square matrices, positive numbers,
-or a single row. A check therefore also uses [data that it adds](numerics.md#added-data). The last column names the
-argument whose gradient failed first, the data, and the cause that the check reports. "Own data" is the user's data.
+or a single row. The check therefore also uses [added data](numerics.md#added-data). "Own data" is the data of the call.
 
 | op | mistake | reported in | argument and data of the first failure, and the reported cause |
 |---|---|---|---|
