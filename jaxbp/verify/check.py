@@ -85,7 +85,7 @@ def check(
       args: arrays or pytrees of arrays. Arguments without gradients, such as integers, are skipped. NumPy's float64
         arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: by default all. If an implementation does not take the arguments, it is skipped with the reason.
-      order: the highest order to check: 1, 2 or 3. Order 1 takes the least time.
+      order: the highest order to check: 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
         two sides passes.

@@ -106,8 +106,8 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
 
-    Conditions: docs/numerics.md, "What a gradient is compared with". The expected gradient of a contradicted
-    element is its slope, and of all other elements autodiff's gradient.
+    For the conditions, see "What a gradient is compared with" in docs/numerics.md. The expected gradient of a
+    contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient.
 
     Args:
       steps: the largest step of each element.

@@ -59,7 +59,6 @@ class Judge:
     """Compares the results of implementations with a reference.
 
     Args:
-      autodiff: the programs of autodiff in the dtype of the arguments; or None.
       convention: the argument `kink_convention` of `check`.
       precision: the dtype in which the forward computes, if it has less precision than the arguments.
     """

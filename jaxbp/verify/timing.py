@@ -12,9 +12,8 @@ ROUNDS = 5
 IN_FLIGHT = 8
 """The largest number of queued calls. They keep the device busy, and their results fit into memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. A GPU
-reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within 2 s
-(docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. For the
+measured changes of a GPU's clock, see docs/lab/2026-11-24-dense.md."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
