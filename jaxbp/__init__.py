@@ -1,6 +1,6 @@
 """jaxbp: pure functions paired with backward passes, which are Pallas kernels, formulas, or JAX's autodiff.
 
-`__init__.pyi` lists the public names and their modules. Each module is imported at its first use.
+`__init__.pyi` lists the public names. Each module is imported at its first use.
 """
 
 import sys

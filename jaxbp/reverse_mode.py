@@ -15,11 +15,10 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arrays unchanged. Forward mode of a function of the result then raises an error with the op's name.
+    """Return the arrays unchanged, for a function with a `custom_vjp`, whose forward mode then raises an error.
 
-    The function has a `jax.custom_vjp`, and JAX's error for its forward mode would not name the function. The
-    tangents pass through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates the
-    identity, which raises the error.
+    The tangents pass through a linear identity, which reverse mode only transposes. Forward mode evaluates the
+    identity, which raises an error that names the op.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
@@ -72,8 +71,7 @@ ad.primitive_transposes[_tangents_p] = _transposed
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
     """Return `function(x)` for a linear function whose gradient is `transposed(dy)`.
 
-    Forward mode, reverse mode, derivatives of all orders, and `jax.linear_transpose` work, also under `vmap`, unlike
-    with `jax.custom_derivatives.linear_call`.
+    Unlike `jax.custom_derivatives.linear_call`, it has derivatives of all orders, in both modes, also under `vmap`.
     """
     if not isinstance(x, jax.core.Tracer):
         return function(x)
@@ -116,10 +114,10 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)` in such a way that `jax.linear_transpose` works with respect to some of the arrays.
+    """Return `function(*arrays)` for a function with a hand-written backward, and support `jax.linear_transpose`.
 
-    The function has a hand-written backward. `linear_in` is as in `Pair`. The transpose is the gradient at zero,
-    because a linear function has the same gradient everywhere.
+    `linear_in` is as in `Pair`. The transpose is the gradient at zero, because a linear function has the same gradient
+    everywhere.
     """
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
@@ -146,12 +144,12 @@ def _evaluated(*arrays, program, **_):
 
 _transposable_p.def_impl(_evaluated)
 mlir.register_lowering(_transposable_p, mlir.lower_fun(_evaluated, multiple_results=True))
-# JAX calls this rule before it lowers a program that contains a high-level primitive.
+# JAX calls this rule before it lowers a program.
 _transposable_p.to_lojax = _evaluated
 
 
 def _of_some(function, arrays, indices):
-    """Return the function of the arrays at these indices, with the other arrays constant."""
+    """Return `function` of the arrays at `indices`, with the other arrays constant."""
 
     def of_some(*some):
         replaced = dict(zip(indices, some, strict=True))

@@ -1,4 +1,4 @@
-"""Hardened cellular automata: one circuit in every cell, run on words of 64 cells, or exported as C or Verilog."""
+"""Hardened cellular automata, evaluated on words of 64 cells, and exported as C and Verilog."""
 
 import string
 from collections.abc import Iterator
@@ -14,12 +14,11 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The number of neighboring cells of a row in one word."""
+"""The number of cells of a row in one word."""
 
-# In the C source, the words of a grid form one array: a border row, the rows of the grid, and another border row. One
-# border word follows the words of each row. Bit 63 of the border word is the cell before the next row's first cell. The
-# bit after a row's last cell is this cell's right neighbor: bit 0 of the border word, if the row fills its words. The
-# results of a block are in a separate array, because a compiler vectorizes only if it knows that arrays do not overlap.
+# In the C source, a border row is above and below the rows of a grid, and one border word follows the words of each
+# row. Bit 63 of a border word is the cell before the next row's first cell. The bit after a row's last cell is this
+# cell's right neighbor. A compiler vectorizes only if arrays do not overlap, so a block's results have their own array.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -152,16 +151,13 @@ class CellularCircuit:
     """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
 
     Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
-    The circuit's outputs are the channels of the cell's next state. A state is boolean, with any height and width.
+    The circuit's outputs are the channels of the cell's next state. A grid may have any height and width.
 
     Args:
       periodic: whether the grid's opposite edges are neighbors. Otherwise, cells outside the grid are 0.
 
     Raises:
       ValueError: there are no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
-
-    Attributes:
-      netlist: the simplified gates of the circuit.
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
@@ -176,14 +172,13 @@ class CellularCircuit:
 
     @property
     def gates(self) -> int:
-        """The number of gates per cell, after simplification."""
+        """The number of gates per cell after simplification."""
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with the same visible channels, but without the gates that never affect these channels.
+        """Return an automaton without the gates that never affect the first `visible` channels.
 
-        The visible channels are the first `visible` ones. Channels that never affect a visible channel keep their
-        state.
+        A channel that never affects these channels keeps its state.
 
         Raises:
           ValueError: visible is not from 1 to the number of channels.
@@ -209,7 +204,7 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after one tick, in which the cells update where `fires` is true; by default, all update.
+        """Return the state after one tick. Only cells where `fires` is true update; by default, all do.
 
         Raises:
           ValueError: the state or `fires` is not boolean or has a wrong shape.
@@ -234,11 +229,9 @@ class CellularCircuit:
     ) -> Bool[np.ndarray, "batch height width channels"]:
         """Return the state after `ticks` ticks, in each of which a cell updates with probability `fire_rate`.
 
-        A fire rate below 1 requires a seed.
-
         Raises:
           ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not a
-            probability; or a seed is missing.
+            probability; or it is below 1 and there is no seed.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -273,7 +266,6 @@ class CellularCircuit:
             yield words
 
     def _tick(self, x: UInt64[np.ndarray, "channels batch height words"], width: int, fires: np.ndarray | None):
-        """Return the packed state after one tick. In x and in the result, bits after the grid's last column are 0."""
         if fires is None:
             fires = pack_grid(np.ones((1, 1, width, 1), bool))
         y = self.netlist.evaluate(_neighbourhoods(x, width, self.periodic))
@@ -289,9 +281,9 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place, for a grid of any size. Bit j of
-        word w in a row is cell 64 w + j. The function returns 0, or 1 if there is no memory. In Python,
-        `pack_grid(state)[:, i]` has the layout of `state` in C, for grid i of the batch.
+        The function advances `state[channels][height][(width + 63) / 64]` in place. Bit j of word w in a row is cell
+        64 w + j. For grid i of a batch, `pack_grid(state)[:, i]` has this layout. The function returns 0, or 1 if there
+        is no memory.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -309,8 +301,7 @@ class CellularCircuit:
         """Return two Verilog modules: `{name}_cell`, the circuit of one cell, and the grid of cells with registers.
 
         At a rising edge of the grid's `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if
-        `enable` is 1. Channel ch of the cell in row r and column c is bit `(r * width + c) * channels + ch` of the
-        output `state`.
+        `enable` is 1. Channel ch of the cell in row r and column c is bit `(r * width + c) * channels + ch` of `state`.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")
@@ -328,7 +319,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack 64 cells of a row into one word, from the lowest bit. Bits after the last column are 0."""
+    """Pack 64 cells of a row into one word, lowest bit first. Bits after the last column are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -336,7 +327,7 @@ def pack_grid(
 
 
 def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """Unpack the words of `pack_grid`.
+    """Invert `pack_grid`.
 
     Raises:
       ValueError: the width exceeds the columns in the words.
@@ -349,7 +340,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of every cell's circuit for a packed state x, `(9 * channels, batch, height, words)`."""
+    """Return the inputs of all cells' circuits, `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

@@ -1,7 +1,6 @@
 """Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog.
 
-A hardened gate computes one function of two bits. With the function's coefficients, the result is
-`c0 + c1 a + c2 b + c3 ab` modulo 2, where a sum is "exclusive or" and a product is "and".
+A hardened gate computes `c0 + c1 a + c2 b + c3 ab` modulo 2, where a sum is "exclusive or" and a product is "and".
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, 
 
 
 def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
-    """Unpack the words of `pack_bits`.
+    """Invert `pack_bits`.
 
     Raises:
       ValueError: the words are not a matrix, or contain fewer than `samples` samples.
@@ -57,7 +56,6 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
 
 
 def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
-    """Return `bits`, whose elements must be 0 or 1, as an array of booleans on the host."""
     bits = np.asarray(bits)
     if bits.dtype != bool and (wrong := bits[(bits != 0) & (bits != 1)]).size:
         raise ValueError(f"{op}: bits contains {wrong[0]}; wants only 0 and 1, as jaxbp.nn.thermometer returns")
@@ -65,7 +63,6 @@ def booleans(op: str, bits: ArrayLike) -> Bool[np.ndarray, "..."]:
 
 
 def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-    """Check samples that are not packed into words, and return a circuit's outputs for these samples."""
     op, bits = type(circuit).__name__, np.asarray(bits)
     if bits.shape[1:] != (circuit.inputs,):
         raise ValueError(f"{op}: bits has shape {bits.shape}; wants (samples, {circuit.inputs})")
@@ -76,28 +73,22 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
     """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
 
-    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. NumPy computes the result if x is a
-    NumPy array, else JAX does.
+    `gates` is as `jaxbp.harden` returns it. The result is a NumPy or JAX array like x.
     """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Evaluate gates on words, in which each bit belongs to one sample.
-
-    `gates` has the number of each gate's function. The leading axes of the inputs a and b are the axes of `gates`.
-    """
+    """Evaluate gates on words. The leading axes of the inputs a and b are the axes of `gates`."""
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
 
 
-# The mask of a coefficient has all bits 1 if the coefficient is odd, else all bits 0.
 _MASKS = np.where(COEFFICIENTS % 2, np.uint32(2**32 - 1), np.uint32(0)).astype(np.uint32)
 
 
 def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray, "*shape"]:
-    """Check the numbers of the gates' functions in a layer, and return the numbers on the host."""
     gates = np.asarray(gates)
     if gates.shape != shape or (gates.size and not 0 <= gates.min() <= gates.max() < GATES):
         came = f" with values from {gates.min()} to {gates.max()}" if gates.size else ""
@@ -107,13 +98,13 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates. Each layer has the numbers of the gates' functions and the wires, on the host."""
+    """Layers of hardened gates. A layer has the numbers of its gates' functions and its wires, on the host."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
-        """Make a circuit from the `(gates, wires)` of each layer, with gates such as `jaxbp.harden` returns.
+        """Make a circuit from the `(gates, wires)` of each layer, with gates as `jaxbp.harden` returns them.
 
         Raises:
           ValueError: there are no layers; a gate's function is not from 0 to 15; or sizes do not match.
@@ -145,11 +136,10 @@ class Circuit(ByContent):
         return self.layers[-1][1].gates
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs for samples packed by `pack_bits`. This also works within `jax.jit`."""
+        """Return the outputs for samples packed by `pack_bits`, also within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -157,15 +147,14 @@ class Circuit(ByContent):
         return x
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each of the 16 functions in each layer: `(layers, 16)`."""
+        """Count the gates with each function in each layer, `(layers, 16)`."""
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y has the same layout. The function returns 0, or
-        1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as 16. Gates are
-        in tables, because compilers are slow if each gate is a separate line.
+        1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as 16.
 
         Args:
           classes: the number of classes. The outputs are divided into one group of equal size per class. A sample's

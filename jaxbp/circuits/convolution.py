@@ -22,20 +22,17 @@ from jaxbp.common.windows import output_size, window_padding
 from jaxbp.logic.tree_wires import TreeWires
 
 OR = 7
-"""The number of the gate function "or", which or-pools use."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution(ByContent):
-    """A convolution of hardened kernels, for images of one size, followed by an or-pool.
+    """A convolution of hardened kernels, which are trees of gates, followed by an or-pool.
 
-    A kernel is a tree of gates that runs at each position of the image. For a window of positions, the or-pool returns
-    1 if the kernel returns 1 at one or more of the positions.
+    For a window of positions, the or-pool returns 1 if the kernel returns 1 at one or more of the positions.
 
     Attributes:
       gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
       shape: channels, height and width of the images.
-      stride: the stride in rows and in columns.
       padding: the numbers of zeros before and after the rows, and before and after the columns.
       pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
     """
@@ -54,45 +51,39 @@ class Convolution(ByContent):
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """The number of kernels, and the height and width after the pool."""
         places = output_size(self.shape[1:], self.wires.window, stride=self.stride, padding=self.padding)
         return (self.wires.kernels, *(n // p for n, p in zip(places, self.pool, strict=True)))
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distance between neighboring windows of the pool, in rows and in columns of the input image."""
+        """The distance in the input image between neighboring windows of the pool."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """For each position in a window of the pool, the offset (rows, columns) of the kernel's window in the image."""
+        """The offset (rows, columns) in the image of each position in a window of the pool."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates of the pools and of one copy of the kernels per position that a pool reads."""
+        """The number of gates of the pools and of one copy of the kernels per position."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return all kernels as one netlist.
-
-        The inputs of the netlist are a flattened window `(channels, height, width)`. There is one output per kernel.
-        """
+        """Return all kernels as one netlist that reads a flattened window."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
 
     @property
     def _leaves(self) -> tuple[np.ndarray, ...]:
-        """The channels, rows, and columns that the kernels' leaves read, as three arrays `(kernels, leaves)`."""
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the values of the kernels' roots, `(kernels, ...)`.
+        """Return the values of the roots, `(kernels, ...)`, given the values of the leaves, `(kernels, leaves, ...)`.
 
-        `values` has the values of the kernels' leaves, `(kernels, leaves, ...)`. `of_gates` computes the values of
-        gates from the numbers of their functions and the values of their two inputs.
+        `of_gates(functions, a, b)` computes the values of gates.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -103,10 +94,9 @@ class Convolution(ByContent):
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
         """Return chosen elements of all windows that the kernels read in the padded image x.
 
-        x has the shape `(channels, height, width, ...)`. `places` chooses elements of a window by three arrays of one
-        shape: channels, rows in the window, and columns in the window. The result has one array per position in the
-        pool's window. Each array has the shape `(*shape, rows, columns, ...)`, with the rows and columns of the pooled
-        image.
+        `places` has the channels, rows, and columns of the chosen elements in a window, as three arrays of one shape.
+        The result has one array `(*shape, rows, columns, ...)` per position in the pool's window, with the rows and
+        columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -114,7 +104,6 @@ class Convolution(ByContent):
         return [x[channel, row + u, column + v] for u, v in self.pooled]
 
     def evaluate(self, x: UInt32[Array, "channels height width words"]) -> Array:
-        """Return the result of the convolution and the pool, for images packed into words of samples."""
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
         leaves = self._windows(pad(x, ((0, 0), *self.padding, (0, 0))), self._leaves)
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
@@ -122,8 +111,8 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of `kernels` per position of the convolution, and the gates of the or-pool.
 
-        A source is an input or a gate of the netlist (`Netlist`). x has the source of each bit of the input image. The
-        result has the source of each bit of the pooled image.
+        x has the source (see `Netlist`) of each bit of the image, and the result the source of each bit of the pooled
+        image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))
@@ -135,7 +124,6 @@ class Convolution(ByContent):
 def convolution_of(
     op: str, shape: tuple[int, int, int], gates: ArrayLike, wires: TreeWires, options: Mapping[str, Any]
 ) -> Convolution:
-    """Check the arguments of one convolution for images of this shape, and return the convolution."""
     gates = gate_numbers(op, gates, wires.kernels, wires.gates)
     if wires.channels != shape[0]:
         raise ValueError(f"{op} reads {wires.channels} channels; wants {shape[0]}, the number of channels of its input")
@@ -151,5 +139,4 @@ def convolution_of(
 
 
 def sizes_text(shape: Iterable[int]) -> str:
-    """Return text such as `3 x 32 x 32`."""
     return " x ".join(map(str, shape))

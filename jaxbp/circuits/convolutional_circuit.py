@@ -1,4 +1,4 @@
-"""Hardened convolutional logic networks, evaluated on words of bits, and exported as C and Verilog."""
+"""Hardened convolutional logic networks."""
 
 import dataclasses
 import functools
@@ -26,10 +26,9 @@ WORDS_AT_A_TIME = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvolutionalCircuit(ByContent):
-    """Convolutions of hardened gates, followed by layers of gates.
+    """Convolutions of hardened gates, followed by layers of gates, which are the circuit `head`.
 
-    Images have the axes channels, rows, and columns, and are flattened in row-major order. The circuit in `head` has
-    the layers after the convolutions.
+    Images `(channels, height, width)` are flattened in row-major order.
     """
 
     convolutions: Sequence[Convolution]
@@ -45,15 +44,15 @@ class ConvolutionalCircuit(ByContent):
         """Make a circuit from hardened gates, as `jaxbp.harden` returns them, and wires.
 
         Args:
-          shape: channels, height and width of an input.
+          shape: channels, height, and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
-            `padding` and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
-          layers: the gates and the wires of each layer after the convolutions, as in `jaxbp.Circuit.of`.
+            `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
+          layers: as in `jaxbp.Circuit.of`.
 
         Raises:
           TypeError: an option is unknown.
-          ValueError: there are no convolutions; the shape, an option, or a gate's function has a wrong value; sizes do
-            not match; or a window is larger than its input.
+          ValueError: there are no convolutions; a shape, an option, or a gate's function is wrong; sizes do not match;
+            or a window is larger than its input.
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
@@ -83,7 +82,7 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an input."""
+        """Channels, height, and width of an input."""
         return self.convolutions[0].shape
 
     @property
@@ -96,23 +95,22 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. The gates of a convolution's trees count once, not once per position."""
+        """The number of gates. A convolution's gates count once, not once per position."""
         return int(self.histogram().sum())
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if every position has a separate copy of the kernels, with the gates of the pools."""
+        """The number of gates if each position has a copy of the kernels, plus the gates of the pools."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each of the 16 functions in each convolution and layer, `(layers, 16)`. The gates of a
-        convolution's trees count once, not once per position."""
+        """Count the gates with each function in each convolution and layer, `(layers, 16)`. A convolution's gates count
+        once, not once per position."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
     def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
             wanted = ", ".join(map(str, self.shape))
@@ -125,7 +123,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs for samples packed by `pack_bits`. This also works within `jax.jit`."""
+        """Return the outputs for samples packed by `pack_bits`, also within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -137,7 +135,6 @@ class ConvolutionalCircuit(ByContent):
 
     @functools.cached_property
     def _kernels(self) -> list[Netlist]:
-        """The simplified netlist of each convolution's kernels."""
         return [convolution.netlist().simplify() for convolution in self.convolutions]
 
     @functools.cached_property
@@ -145,9 +142,9 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return the gates of all positions, pools, and layers. Each kernel and the layers are already simplified.
+        """Return the gates of all positions, pools, and layers, with simplified kernels and layers.
 
-        `Netlist.simplify` of the result also simplifies across positions and layers, but takes long for many gates.
+        `Netlist.simplify` of the result simplifies further, but takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
@@ -158,7 +155,7 @@ class ConvolutionalCircuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        The layout of x and y, the functions for `classes`, and the returned errors are as in `Circuit.to_c`. The source
+        The layout of x and y, the functions for `classes`, and the return values are as in `Circuit.to_c`. The source
         has each simplified kernel once, in a loop over the windows of the pool.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
@@ -190,10 +187,9 @@ class ConvolutionalCircuit(ByContent):
         Each convolution is a separate module. The layers are one module, or one per layer if pipelined.
 
         Args:
-          pipelined: whether to put registers after every layer, and after every convolution with its pool. The module
-            then has an `input clock` and takes a new x at each rising edge. The result y appears after as many edges
-            as there are convolutions and layers, counting the edge that takes x. Otherwise the module is
-            combinational.
+          pipelined: whether to put registers after every convolution with its pool and after every layer. The module
+            then has an `input clock` and takes a new x at each rising edge. Counting the edge that takes x, the result
+            y appears after one edge per convolution and layer. Otherwise, the module is combinational.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -222,13 +218,11 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory of an image in the C code, which divides all memory into memory rows of equal size.
-
-    One memory row holds one element of the image, a channel of a pixel, for all samples of a block.
+    """The memory of an image in the C code. A memory row holds one element of the image for all samples of a block.
 
     Attributes:
       first: the image's first memory row.
-      shape: channels, height and width of the image with padding.
+      shape: the image's shape with padding.
       corner: the padding above the image and to its left.
     """
 
@@ -237,7 +231,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the memory row, counted from `first`, of each element of the image without padding, of this shape."""
+        """Return the memory row, counted from `first`, of each element of the image without padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -265,7 +259,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return the C function of the i-th convolution, which reads the image `source` and writes the pooled `target`."""
+    """Return the C function of the i-th convolution, from the image `source` to the pooled image `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]
@@ -340,7 +334,6 @@ endmodule
 
 
 def _verilog_of_convolution(name: str, i: int, convolution: Convolution) -> str:
-    """Return the Verilog module of the i-th convolution. It has one instance of the kernels' module per position."""
     (channels, height, width), (kernels, rows, columns) = convolution.shape, convolution.output_shape
     (top, _), (left, _) = convolution.padding
     _, padded_height, padded_width = convolution.padded_shape

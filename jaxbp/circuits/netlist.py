@@ -1,4 +1,4 @@
-"""A circuit as a list of gates: simplified, evaluated on words of bits, and exported as C and Verilog."""
+"""A circuit as a list of gates."""
 
 import dataclasses
 import math
@@ -19,22 +19,21 @@ from jaxbp.logic.gates import GATES
 
 _OPERANDS = dict(a="a", b="b", zero="a ^ a", one="~(a ^ a)")
 FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for expression in EXPRESSIONS)
-"""The 16 functions of a gate in Python, for words, arrays of words, and truth tables as ints."""
+"""The 16 functions for words, arrays of words, and truth tables as ints."""
 GATES_AT_A_TIME = 4096
-"""The number of gates whose values should fit together into the CPU's cache when the C code runs."""
+"""The number of gates whose values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves of a truth table in `Netlist.simplify`. The leaves are the table's variables."""
+"""The largest number of leaves, the variables of a truth table, in `Netlist.simplify`."""
 _LEAF = np.array([False, True])
-"""The truth table of a leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources.
 
-    A source is the number of an input or a gate: source i is input i, and source `inputs + g` is gate g. `of` and
-    `from_gates` sort the gates by depth, and gates of equal depth by function. The depth of a gate is the largest
-    number of gates on a path from an input to the gate. `len` returns the number of gates.
+    A source is the number of an input or a gate: source i is input i, and source `inputs + g` is gate g. The depth of a
+    gate is the largest number of gates on a path from an input to the gate. `of` and `from_gates` sort the gates by
+    depth, and gates of equal depth by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -81,7 +80,7 @@ class Netlist(ByContent):
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Sort the gates by `keys`, the last of which is the most significant. Gates with equal keys form a group."""
+        """Sort the gates by `keys`, the last of which is most significant. Gates with equal keys form a group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -98,7 +97,7 @@ class Netlist(ByContent):
 
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
-        """Make a netlist from the gates of a circuit."""
+        """Make a netlist from a circuit."""
         listed = GateList(circuit.inputs)
         sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
@@ -117,7 +116,7 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs for packed samples, in words of any unsigned type, as an array of NumPy or JAX like x."""
+        """Return the outputs for packed samples, in words of any unsigned type, as a NumPy or JAX array like x."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -136,22 +135,17 @@ class Netlist(ByContent):
         return values[self.results]
 
     def histogram(self) -> np.ndarray:
-        """Count the gates of each of the 16 functions."""
+        """Count the gates with each function, `(16,)`."""
         return np.bincount(self.gates, minlength=GATES)
 
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same function with fewer gates.
 
-        - Constants, pass-throughs and inverters become part of the gates that read them. If gate h reads gate g, and
+        - Constants, pass-throughs, and inverters become part of the gates that read them. If gate h reads gate g, and
           the value of h depends only on the two sources of g, then h reads these sources directly.
         - Equal gates become one gate. Two gates are equal if they have the same function and sources, up to an
-          inversion and the order of sources, or if they have the same truth table. The variables of a truth table are
-          called leaves, and are inputs or gates. A gate with more than `TABULATED_LEAVES` leaves has no table. It is
-          then a leaf in the tables of later gates.
+          inversion and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
         - Gates on which no output depends are removed.
-
-        Each remaining gate depends on both its sources, except gates that only invert a source for an output or make a
-        constant output.
         """
         builder = _Builder(self.inputs)
         literals = [2 * (1 + i) for i in range(self.inputs)]
@@ -173,8 +167,7 @@ class Netlist(ByContent):
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return an expression for each gate in C, Verilog, or JavaScript, from the names of all sources and the two
-        constants."""
+        """Return an expression for each gate, given the names of all sources and the constants."""
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
@@ -183,8 +176,7 @@ class Netlist(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        The C functions, their arguments, and the errors that they return are as in `Circuit.to_c`. So is the argument
-        `classes` of this method.
+        The C functions, their return values, and `classes` are as in `Circuit.to_c`.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
@@ -193,8 +185,7 @@ class Netlist(ByContent):
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
         """Return the gates as C tables, the row of each output, and the number of rows.
 
-        A row is the memory for one value in all samples of a block. `first` is the row of the first input. The rows of
-        the outputs are counted from `first`.
+        Rows are as in `Table`. The inputs begin at row `first`. The rows of the outputs are counted from it.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -206,7 +197,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates of each group by the first output that depends on them, so that values are read from cache."""
+        """Sort the gates of each group by the first output that depends on them, for the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -227,7 +218,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return the memory row of each source, and the number of rows. A row is reused after its source's last use."""
+        """Return the memory row of each source, and the number of rows. Rows are reused after their last use."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -248,25 +239,20 @@ class Netlist(ByContent):
 
 
 class GateList:
-    """Collects the gates of a netlist, one array of gates at a time."""
-
     def __init__(self, inputs: int):
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with these functions and sources, and return the sources that are their outputs.
-
-        The arrays broadcast to one shape.
-        """
+        """Add gates with these functions and sources, and return the sources that they are. The arrays broadcast."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add several copies of a netlist's gates, and return the sources of the copies' outputs, `(*places, outputs)`.
+        """Add one copy of a netlist's gates per index of the axes `places`.
 
-        There is one copy per index of the axes `places`. For each copy, `inputs` has the sources of the copy's inputs.
+        `inputs` has the sources of each copy's inputs. Return the sources of the copies' outputs, `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -290,7 +276,7 @@ class _Builder:
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> its function and the two nodes that it reads
-        # For each node, its leaves, which are nodes, and its truth table, with one axis per leaf.
+        # The leaves of each node, which are nodes, and its truth table. A node with too many leaves is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -301,7 +287,7 @@ class _Builder:
         """Return a literal that equals `function` of the literals a and b. If no node gives one, add a gate."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
-        # Replace both nodes, or one of them, by the nodes that they read, if at most two nodes remain.
+        # Replace both nodes, or one, by the nodes that they read, if at most two nodes remain.
         choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
         leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
         first, second, *_ = [*sorted(leaves), 0, 0]
@@ -321,7 +307,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the truth table, as four bits, of a literal that is a function of the nodes `first` and `second`."""
+        """Return the truth table of a literal as a function of the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -338,7 +324,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's leaves and its truth table; None if there are too many leaves."""
+        """Return a gate's leaves and truth table, or None if there are too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -354,7 +340,7 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with these literals as outputs. A gate is inverted if only its inversion is an output."""
+        """Return a netlist whose outputs are these literals. A gate is inverted if only its inversion is an output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

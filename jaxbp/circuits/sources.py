@@ -1,4 +1,4 @@
-"""Shared parts of the C and Verilog export of circuits: operators, names, and C code for tables of gates."""
+"""Shared parts of the C and Verilog export of circuits."""
 
 import re
 import string
@@ -27,7 +27,7 @@ EXPRESSIONS = (
     "~({a} & {b})",
     "{one}",
 )
-"""Expressions for the 16 functions, in operators that C, Verilog, JavaScript and Python share."""
+"""The 16 functions, in operators that C, Verilog, JavaScript, and Python share."""
 
 _C = """
 alignas alignof auto bool break case char const constexpr continue default do double else enum extern false float
@@ -70,7 +70,7 @@ scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0
 """
 _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
-"""Keywords of C up to C23, built-in functions of compilers, and names that the included headers declare."""
+"""Keywords of C, built-in functions of compilers, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
 """Names that C and POSIX reserve."""
 _VERILOG = """
@@ -94,14 +94,10 @@ timeunit type typedef union unique unique0 until until_with untyped var virtual 
 within
 """
 VERILOG_WORDS = frozenset(_VERILOG.split())
-"""Keywords of Verilog and of SystemVerilog."""
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of `words`.
-
-    If `words` is `C_WORDS`, refuse identifiers that C and POSIX reserve by their form, too, such as `__x` and `x_t`.
-    """
+    """Require an identifier that is not one of `words`. With `C_WORDS`, also refuse reserved forms such as `x_t`."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
@@ -112,7 +108,6 @@ def check_name(op: str, name: str, words: frozenset[str]) -> None:
 
 
 def check_c(op: str, name: str, classes: int | None = None, outputs: int = 1) -> None:
-    """Require a name that C allows. If `classes` is not None, require that `classes` divides the number of outputs."""
     check_name(op, name, C_WORDS)
     if classes is not None and not (checks.is_int(classes) and classes >= 1 and outputs % classes == 0):
         raise ValueError(f"{op}: classes is {classes!r}; wants None or a divisor of the {outputs} outputs")
@@ -122,7 +117,7 @@ def check_verilog(op: str, name: str) -> None:
     check_name(op, name, VERILOG_WORDS)
 
 
-# The C code computes each gate for a block of words at a time, so that it reads the gate's row numbers once per block.
+# The C code computes a gate for one block of words at a time, so that it reads the gate's rows once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -178,8 +173,7 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# The adjacent outputs of a class are summed for all samples of a block at once. Plane p of a sum has bit p of each
-# sample's sum.
+# The outputs of a class are summed for a block of samples at once. Plane p has bit p of each sample's sum.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
@@ -258,9 +252,8 @@ class Table(NamedTuple):
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      reads: the row from which `gates` counts the rows of sources.
-      writes: the row from which `gates` counts the rows of results.
-      gates: the row of each gate's result and the rows of its two sources, `(gates, 3)`.
+      gates: the row of each gate's result, counted from row `writes`, and the rows of its two sources, counted from row
+        `reads`: `(gates, 3)`.
     """
 
     function: int
@@ -270,10 +263,7 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function with the arguments `const uint32_t *x` and `uint32_t *y`, on the same blocks of words as a `Table`.
-
-    `reads` and `writes` are the rows to which x and y point.
-    """
+    """A C function `(const uint32_t *x, uint32_t *y)`. The arguments point to the rows `reads` and `writes`."""
 
     function: str
     reads: int
@@ -293,8 +283,7 @@ def c_of_tables(
     """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table.
 
     Args:
-      rows: the number of rows. A row holds one value for all samples of a block. The inputs come first. The other rows
-        are initially 0.
+      rows: the number of rows. The inputs come first. The other rows are initially 0.
       outputs: the row of each output, counted from row `last`.
       classes: as in `Circuit.to_c`.
     """
@@ -337,7 +326,6 @@ def c_of_tables(
 
 
 def verilog_of(name: str, inputs: int, outputs: int, lines: Iterable[str], clocked: bool = False) -> str:
-    """Return a Verilog module with the body `lines` and the ports x and y. If `clocked`, it also has a port `clock`."""
     clock = ["  input wire clock,"] if clocked else []
     ports = [*clock, f"  input wire [{inputs - 1}:0] x,", f"  output wire [{outputs - 1}:0] y"]
     return "\n".join([f"module {name} (", *ports, ");", *(f"  {line}" for line in lines), "endmodule", ""])

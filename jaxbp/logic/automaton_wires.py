@@ -18,7 +18,6 @@ from pallas_kernels.logic import banks
 NEIGHBOURHOOD = 9
 """The number of cells that a cell reads: itself and its eight neighbors, in row-major order."""
 CENTRE = 4
-"""The position of a cell among the cells that it reads."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,23 +25,19 @@ CENTRE = 4
 class Automaton(ByContent):
     """The wires of the circuit that all cells of a grid run at every tick.
 
-    A cell has `channels` numbers in [0, 1], which are bits if every gate computes one function of bits. The circuit has
-    two parts:
+    A cell has `channels` numbers in [0, 1]. The circuit has two parts:
 
-    - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. For one
-      channel, it reads the nine values of the channel in the cell and the cell's eight neighbors, and returns `bits`
-      numbers.
-    - Update: one circuit that reads the cell's channels and then the numbers from perception, in the order channel,
-      bit, kernel. It returns the cell's next channels.
+    - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
+      reads the channel's values in the cell and its eight neighbors, and returns `bits` numbers.
+    - Update: one circuit that reads the cell's channels, then the numbers from perception in the order channel, bit,
+      kernel. It returns the cell's next channels.
 
-    Make an automaton by `create` or `from_wires`. An automaton is a pytree. Jitted functions take it as an argument, or
-    close over it.
+    Make an automaton by `create` or `from_wires`. An automaton is a pytree, which jitted functions may also close over.
 
     Attributes:
-      perception: the wires of each perception layer. The first layer reads the nine cells, in row-major order.
-      update: the wires of each update layer.
-      order: two rows. The first row has the gates of each update layer in an order in which neighboring lanes of a GPU
-        kernel read different banks of shared memory. The second row has the position of each gate in this order.
+      perception, update: the wires of each layer. The first perception layer reads the nine cells in row-major order.
+      order: two rows. The first has the gates of each update layer in an order in which neighboring lanes of a GPU
+        kernel read different banks of shared memory. The second has the position of each gate in this order.
       periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
@@ -57,18 +52,18 @@ class Automaton(ByContent):
 
     @property
     def bits(self) -> int:
-        """The number of outputs of a perception circuit per channel."""
+        """The number of outputs of one perception circuit for one channel."""
         return self.perception[-1].gates
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """`order`, divided into one array per update layer."""
+        """The part of `order` for each update layer."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
     @property
     def gates(self) -> int:
-        """The number of gates with separate parameters. A perception gate counts once, not once per channel."""
+        """The number of gates. A perception gate counts once, not once per channel."""
         return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
 
     @classmethod
@@ -84,13 +79,11 @@ class Automaton(ByContent):
         """Make random wires as published: `Wires.moore` in the first perception layer, and `Wires.unique` elsewhere.
 
         Args:
-          perception_kernels: the number of perception circuits.
           perception_widths: the number of gates in each layer of a perception circuit, first 8.
           update_widths: the number of gates in each update layer, last `channels`.
 
         Raises:
-          ValueError: an argument is below 1; the first perception width or the last update width is wrong; or
-            `Wires.unique` cannot make a layer.
+          ValueError: an argument is below 1, a width is wrong, or `Wires.unique` cannot make a layer.
 
         Example:
           >>> checkerboard = Automaton.create(8, 16, [8, 4, 2], [256] * 10 + [128, 64, 32, 16, 8, 8], False, seed=0)
@@ -121,7 +114,7 @@ class Automaton(ByContent):
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """Make an automaton from wires.
+        """Make an automaton from the wires of each perception layer and each update layer.
 
         The number of perception circuits follows from the number of inputs of the first update layer.
 
@@ -163,20 +156,19 @@ class Automaton(ByContent):
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
     """Return the row of each number from perception, in the order in which the first update layer reads the numbers.
 
-    The rows are in the order bit, kernel, channel, and the channel varies fastest. The first update layer reads in the
-    order channel, bit, kernel, and the kernel varies fastest.
+    The update layer reads in the order channel, bit, kernel. Rows are in the order bit, kernel, channel.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return the array `Automaton.order`. If `jax.jit` traces the wires, the gates keep their order."""
+    """Return `Automaton.order`. If `jax.jit` traces the wires, the gates keep their order."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # The bank of a row of shared memory depends on the row's number modulo `OCTET`. As in the kernel, each layer
-        # begins at a multiple of `OCTET`, and the rows of the last perception layer come after the inputs.
+        # A row's bank of shared memory depends on the row modulo `OCTET`. As in the kernel, each layer begins at a
+        # multiple of `OCTET`, and the rows of the last perception layer come after the inputs.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

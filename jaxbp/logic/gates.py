@@ -1,9 +1,8 @@
-"""Two-input logic gates: the 16 functions, their relaxation to real numbers, and the parameters that mix them.
+"""Two-input logic gates, their relaxation to real numbers, and their parameters.
 
 A gate computes one of 16 functions of two bits a and b, numbered from 0 to 15. In binary, the number is the function's
-truth table: from the highest bit, the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). The relaxation extends a
-function to numbers between 0 and 1 by `y = c0 + c1 a + c2 b + c3 ab`, which equals the function on bits. A relaxed gate
-is a mixture of the 16 functions, and has the same form. Hardening replaces a mixture by its most probable function.
+truth table: from the highest bit, the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). A relaxed gate computes
+`y = c0 + c1 a + c2 b + c3 ab`. See docs/logic_gates.md.
 """
 
 import functools
@@ -27,21 +26,18 @@ GATES = 16
 PASS_THROUGH = 3
 """The number of the function `a`."""
 PARAMETERS = {"softmax": 16, "input_wise": 4, "walsh": 4}
-"""Maps each parametrization to the number of parameters per gate."""
+"""The number of parameters per gate."""
 
 TRUTH_TABLES = np.arange(GATES)[:, None] >> np.array([3, 2, 1, 0]) & 1
-"""The truth tables of the 16 functions, `(16, 4)`."""
 INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0, 1]])
 """A matrix with `truth_table @ INTERPOLATION = (c0, c1, c2, c3)`."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
-"""The coefficients c0, c1, c2, c3 of the 16 functions, `(16, 4)`."""
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""The values of 1, A, B and AB in each row of the truth table, with `A = 2 a - 1` and `B = 2 b - 1`."""
+"""1, A, B, and AB in each row of the truth table, with `A = 2 a - 1` and `B = 2 b - 1`."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""Maps each parametrization to a matrix M. A gate's truth table is `sigmoid(M parameters)`."""
+"""The matrix M of each parametrization. A gate's truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
-"""A number added to probabilities so that their logarithm is finite. It does not change a float32 near 1, and its
-products with gradients are not subnormal."""
+"""A number added to probabilities so that their logarithm is finite. Its products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -56,43 +52,37 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `(gates, 4)`, from logits `(gates, 16)`.
-
-    A gate is the sum of the 16 functions, weighted with the softmax of its logits.
-    """
+    """Return the coefficients of each gate, `softmax(logits) COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
     return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
     """Return the gradient `p (u - Σ p u)` with respect to the logits, with `u = COEFFICIENTS dc`.
 
-    Here p are the probabilities, the softmax of the logits, and dc is the cotangent of the coefficients.
+    Here `p = softmax(logits)`, and dc is the cotangent of the coefficients.
     """
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # Subtracting a constant from u does not change `u - Σ p u`. If one probability is nearly 1, `Σ p u` is nearly the u
-    # of the most probable function, and the difference would lose its digits. This function's u is therefore subtracted
-    # first.
+    # If one probability is nearly 1, `Σ p u` is nearly the u of the most probable function, and `u - Σ p u` would lose
+    # its digits. This function's u is therefore subtracted first, which does not change the difference.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `(gates, 4)`, from parameters of the truth table, `(gates, 4)`.
+    """Return the coefficients of each gate, `sigmoid(M parameters) INTERPOLATION`: `(gates, 4) -> (gates, 4)`.
 
-    For "input_wise", a row of the truth table is the sigmoid of one parameter. For "walsh", a row is the sigmoid of
-    `w0 + w1 A + w2 B + w3 AB`, with the parameters w, `A = 2 a - 1` and `B = 2 b - 1`.
+    For the matrix M, see `BASES`.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return the gradient with respect to the parameters, from the cotangent dc of the coefficients.
+    """Return the gradient with respect to the parameters, `Σ_k r_k (1 - r_k) dr_k v_k`.
 
-    Let r be the values of the rows of a truth table, and `dr = INTERPOLATION dc` the cotangent of r. For "input_wise",
-    the gradient has one element per row k: `r_k (1 - r_k) dr_k`. For "walsh", the gradient is
-    `Σ_k r_k (1 - r_k) dr_k v_k`, where the vector v_k is row k of `WALSH`.
+    Here r_k is the value of row k of the truth table, v_k is row k of the matrix in `BASES`, and
+    `dr = INTERPOLATION dc`, with the cotangent dc of the coefficients.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -104,7 +94,6 @@ def _rows(parameters, parametrization):
 
 
 def _times(a, constant):
-    """Return the product of a and a matrix of small integers, exact except for the rounding of sums."""
     return jnp.matmul(a, jnp.asarray(constant, a.dtype), precision=Precision.HIGHEST)
 
 
@@ -124,9 +113,9 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for "softmax", the logit of the function a; the other logits are 0. The default, 5, gives this
-        function a probability of 0.91. For the other parametrizations, each row of the truth table is the sigmoid of
-        plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
+      residual_logit: for the parametrization "softmax", the logit of the function a; the other logits are 0. The
+        default, 5, gives this function a probability of 0.91. For the other parametrizations, each row of the truth
+        table is the sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -149,7 +138,8 @@ def harden(
 ) -> UInt8[Array, "*kernels gates"]:
     """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
-    For "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5 becomes 0.
+    With the parametrizations "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5
+    becomes 0.
 
     Raises:
       TypeError: the logits are not floating.
@@ -175,7 +165,7 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates that compute exactly the given functions on bits. This is the inverse of `harden`."""
+    """Return parameters of gates that compute exactly the given functions on bits: the inverse of `harden`."""
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 
@@ -191,10 +181,9 @@ def _hard_logits(gates, parametrization, dtype):
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
-    """Return the sum, over the rows of a gate's truth table, of the variance `r (1 - r)` of the gate's output.
+    """Return `Σ r (1 - r)`, the variance of each gate's output, summed over the rows of its truth table.
 
-    Here r is the value of a row: the probability that the gate outputs 1 for the inputs of the row. The sum is 0 if the
-    gate computes one function with probability 1.
+    Here r is the probability that the gate outputs 1 for the inputs of a row.
 
     Raises:
       ValueError: the parametrization is unknown.
@@ -212,7 +201,7 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return logits for "softmax" that harden the gates where `hard` is true, but keep the gradients of relaxed gates.
+    """Return "softmax" logits that harden the gates where `hard` is true, but keep the gradients of relaxed gates.
 
     The logits give a gate the coefficients `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are
     the coefficients of the relaxed gate, and h the coefficients of its most probable function.
@@ -241,9 +230,7 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return one score per class: the sum of a group of neighboring inputs, divided by tau.
-
-    The last axis is divided into `groups` groups of equal size.
+    """Return one score per class: the sum of a group of neighboring inputs, divided by tau. All groups have equal size.
 
     Raises:
       TypeError: x is not floating.
@@ -273,7 +260,6 @@ def check_parameters(
     name: str = "logits",
     kernels: tuple[int, ...] = (),
 ) -> None:
-    """Require a known parametrization, and logits of the shape `(*kernels, gates, parameters)`."""
     _check_choice(op, "parametrization", parametrization, get_args(Parametrization))
     checks.shape(op, name, logits, *kernels, gates, PARAMETERS[parametrization])
 

@@ -1,4 +1,4 @@
-"""The wires of a convolution whose kernels are trees of logic gates: the inputs that the trees read."""
+"""The wires of a convolution whose kernels are trees of logic gates."""
 
 import dataclasses
 
@@ -19,19 +19,18 @@ from jaxbp.common.windows import Size
 class TreeWires(ByContent):
     """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
 
-    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, in order level by level, with the root last. Gate g of the
-    first level reads leaf 2 g as its input a, and leaf 2 g + 1 as its input b. Gate g of each further level reads the
-    gates 2 g and 2 g + 1 of the previous level.
+    A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level, with the root last. Gate g of a level
+    reads the gates 2 g and 2 g + 1 of the previous level as its inputs a and b. The first level reads leaves.
 
-    Make the wires once, on the host, by `random` or `from_leaves`. The wires are a pytree. Jitted functions take them
-    as an argument, or close over them.
+    Make wires once, on the host, by `random` or `from_leaves`. Wires are a pytree, which jitted functions may also
+    close over.
 
     Attributes:
-      leaves: the channel, and the row and column in the window, that each leaf of each kernel reads; int32.
-      readers: the numbers of the leaves, sorted by the input channel that they read. Leaf l of kernel k has the number
+      leaves: the channel, and the row and column in the window, that each leaf reads; int32.
+      readers: the numbers of the leaves, sorted by the channel that they read. Leaf l of kernel k has the number
         `k 2^depth + l`.
       reader_offsets: the index in `readers` at which each channel begins, and the length of `readers`.
-      window: the height and width of the window.
+      window: height and width.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
@@ -62,8 +61,8 @@ class TreeWires(ByContent):
         """Make trees where leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and a column in the window.
 
         Raises:
-          TypeError: leaves are not integers.
-          ValueError: leaves are not `(kernels, 2^depth, 3)`, or not within the channels and the window.
+          TypeError: `leaves` does not contain integers.
+          ValueError: `leaves` is not `(kernels, 2^depth, 3)`, or not within the channels and the window.
         """
         channels = checks.count("TreeWires.from_leaves", "channels", channels)
         window = checks.pair("TreeWires.from_leaves", "window", window)
@@ -129,20 +128,18 @@ class TreeWires(ByContent):
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Leaves of different channels alternate. The surplus leaves, which are cut off at the end, therefore come from
-        # different channels.
+        # Leaves of different channels alternate, so that the surplus leaves, cut off here, are of different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
 
 
 def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
-    """Return `rows` random permutations of the numbers below `count`."""
     return random.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by at most one."""
+    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by up to one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:
@@ -150,6 +147,5 @@ def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: n
         if not repeated.any():
             return chosen
         for kernel in np.flatnonzero(repeated):
-            # Exchange one of the kernel's channels with a channel of another kernel.
             other, i, j = random.integers(kernels), *random.integers(per_kernel, size=2)
             chosen[kernel, i], chosen[other, j] = chosen[other, j], chosen[kernel, i]

@@ -1,4 +1,4 @@
-"""The wires of a layer of gates: the two inputs that each gate reads, and the gates that read each input."""
+"""The wires of a layer of gates."""
 
 import dataclasses
 from typing import Any
@@ -19,32 +19,15 @@ from jaxbp.common.content import ByContent
 class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    A consumer is one reading of an input by a gate, encoded as a number. Consumer 2 g is gate g reading its input a,
-    and consumer 2 g + 1 is gate g reading its input b. The gradient with respect to an input is a sum over its
-    consumers. The consumers of input i are `consumers[offsets[2 i] : offsets[2 i + 2]]`. The even consumers come first,
-    and the odd consumers begin at `offsets[2 i + 1]`.
+    Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The constructor does not check its
+    arguments. Wires are a pytree, which jitted functions may also close over.
 
-    Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The dataclass constructor does not
-    check its arguments. Wires are a pytree. Jitted functions take them as an argument, or close over them.
-
-    The inputs and gates form a graph: each input is a node, and each gate is an edge between the two inputs that it
-    reads. The trail consists of walks in this graph that together pass through each gate once. A walk leaves one input
-    of a gate and reaches the gate's other input, where it takes the next gate. Most neighboring gates of the trail
-    therefore share an input, and a GPU kernel that follows the trail often finds this input in the cache.
+    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the encoding of
+    consumers, and the arrays that list them for the backward.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
-      consumers: the consumers of all inputs, one input after the other.
-      partners: for each consumer, the other input of its gate.
-      offsets: for each input, the index in `consumers` at which its even consumers begin, and the index at which its
-        odd consumers begin. The last offset is the length of `consumers`.
-      trail: three rows: the gates in the order of the trail, the input a of each, and the input b of each.
-      trail_inputs: the inputs in the order in which the trail first reaches them.
-      trail_consumers, trail_partners: like `consumers` and `partners`, but with the inputs in the order of
-        `trail_inputs`. Among an input's consumers, those through which the trail leaves the input come first.
-      trail_places: for each gate, the index in `trail_consumers` of the consumer through which the trail leaves an
-        input and passes through this gate.
-      inputs: the number of inputs, also counting inputs that no gate reads.
+      inputs: the number of inputs, including inputs that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """
 
@@ -67,16 +50,12 @@ class Wires(ByContent):
 
     @property
     def regular(self) -> bool:
-        """Whether all inputs have equally many consumers. If the number of consumers per input is even, the trail
-        leaves each input through half of the input's consumers."""
+        """Whether all inputs have equally many consumers."""
         return self.inputs * self.max_fan_out == 2 * self.gates
 
     @property
     def turns(self) -> np.ndarray:
-        """For each gate, its positions among the consumers of its input a, and among the consumers of its input b.
-
-        The shape is `(2, gates)`. The array is on the host.
-        """
+        """Each gate's positions among the consumers of its inputs a and b, `(2, gates)`, on the host."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -88,7 +67,7 @@ class Wires(ByContent):
 
     @classmethod
     def from_pairs(cls, a: ArrayLike, b: ArrayLike, inputs: int) -> "Wires":
-        """Make wires where gate g reads a[g] and b[g].
+        """Make wires where gate g reads the inputs a[g] and b[g].
 
         Raises:
           TypeError: a or b does not contain integers.
@@ -165,7 +144,7 @@ class Wires(ByContent):
                 f"Wires.unique: {inputs} inputs have {pairs} pairs; wants at most {pairs} gates, not {gates}"
             )
         random = np.random.default_rng(seed)
-        if 4 * gates > pairs:  # random draws would seldom give a pair that has not been drawn
+        if 4 * gates > pairs:  # a random draw would seldom give a new pair
             a, b = np.concatenate([_every_input_once(inputs, random), _every_pair_once(inputs, random)], axis=1)
             kept = np.sort(_first_of_each_pair(a, b))[:gates]
             a, b = a[kept], b[kept]
@@ -179,8 +158,7 @@ class Wires(ByContent):
     def moore(cls, seed: int | None = None) -> "Wires":
         """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
 
-        Each gate reads one neighbor as its input a, and the center as its input b. `seed` shuffles the gates. Without a
-        seed, the gates have the order of the cells.
+        Each gate reads one neighbor as its input a, and the center as its input b. A seed shuffles the gates.
 
         Source: as in `jaxbp.automaton_step`.
         """
@@ -191,18 +169,16 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which the trail of `Wires` leaves inputs, and the inputs in the order of the trail.
+    """Return the consumers through which the trail leaves inputs, and the inputs in the order of the trail.
 
-    Gates are the edges of a graph whose nodes are inputs, and a gate is free if no walk has taken it. A walk takes free
-    gates until it reaches an input without a free gate. If the walk's first input still has a free gate, the next walk
-    begins there, else at the next input with a free gate. If all inputs have an even number of consumers, every walk
-    ends where it began.
+    The trail consists of walks in the graph with inputs as nodes and gates as edges. A gate is free if no walk has
+    taken it. A walk takes free gates until it reaches an input without a free gate. The next walk begins at the lowest
+    input that still has a free gate.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 
     def walk(i):
-        """Walk from input i, and return whether any gate was taken."""
         begun = len(left_by)
         while True:
             inputs.setdefault(i)
@@ -222,7 +198,6 @@ def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tu
 
 
 def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return random pairs, `(2, pairs)`, with every input once. If `inputs` is odd, one input occurs twice."""
     order = random.permutation(inputs)
     if inputs % 2:
         order = np.append(order, order[0])
@@ -230,13 +205,11 @@ def _every_input_once(inputs: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _first_of_each_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the index at which each different pair first occurs. The order of the two inputs does not matter."""
     pairs = np.minimum(a, b) * (1 + max(a.max(), b.max())) + np.maximum(a, b)
     return np.unique(pairs, return_index=True)[1]
 
 
 def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange the inputs b of gates at random until no pair occurs twice and no gate reads one input twice."""
     while True:
         wrong = np.ones(a.size, bool)
         wrong[_first_of_each_pair(a, b)] = False
@@ -248,7 +221,6 @@ def _without_repeats(a: np.ndarray, b: np.ndarray, random: np.random.Generator) 
 
 
 def _every_pair_once(inputs: int, random: np.random.Generator) -> np.ndarray:
-    """Return all pairs of different inputs in random order."""
     pairs = np.stack(np.triu_indices(inputs, 1))
     return random.permuted(pairs[:, random.permutation(pairs.shape[1])], axis=0)
 

@@ -1,4 +1,4 @@
-"""Turn a function of pytrees into a function of its floating arrays, and name each array for reports."""
+"""Turn a function of pytrees into a function of its floating arrays, and name each array."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices of the floating leaves in the arguments `argnums`, by default in all."""
+        """Return the indices of the floating leaves in the arguments `argnums`, or in all arguments if it is None."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -49,7 +49,6 @@ class Arguments:
         ]
 
     def call(self, function: Callable, leaves: Sequence[Any]) -> list[Array]:
-        """Return the floating results of `function` at `leaves`. Raise TypeError if a result is not an array."""
         results = function(*jax.tree.unflatten(self.structure, leaves))
         if other := [a for a in jax.tree.leaves(results) if not hasattr(a, "dtype")]:
             kind = type(other[0]).__name__
@@ -57,7 +56,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return a function from the floating arrays to the floating results of `function`. Other arrays are fixed."""
+        """Return `function` from floating arrays to floating results, with other arrays fixed."""
 
         def call(*values):
             values = iter(values)
@@ -75,7 +74,7 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
-        # If integers are NumPy arrays, they are constants that programs for any device can use.
+        # Programs for any device can use NumPy arrays as constants.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
     return Arguments(tuple(names), tuple(leaves), structure)
 
@@ -92,8 +91,8 @@ def _parameters(function: Callable, count: int) -> list[str]:
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
     """Return `function`, with `implementation=None` bound if `implementation` has another meaning than in jaxbp.
 
-    The meaning is taken to differ if the function raises an error other than `NotImplementedError` with "autodiff", but
-    no error with None.
+    It has another meaning if `implementation="autodiff"` raises an error other than `NotImplementedError`, and None
+    raises no error.
     """
     if not takes_implementation(function):
         return function
@@ -119,7 +118,6 @@ def bind(function: Callable, implementation: str | None, options: Mapping[str, A
 
 
 def takes_implementation(function: Callable) -> bool:
-    """Return whether a function has the parameter `implementation`, not yet bound by `functools.partial`."""
     if isinstance(function, functools.partial) and "implementation" in function.keywords:
         return False
     try:

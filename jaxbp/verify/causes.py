@@ -5,13 +5,13 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""A factor that differs from 1 by less than this fraction is described in percent."""
+"""A factor that differs from 1 by less is described in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return in a few words how an array `a` differs from the expected array `e`.
+    """Return how an array `a` differs from the expected array `e`, or "" if no description fits.
 
-    `wrong` is the mask of elements that differ by too much. The result is empty if no description fits.
+    `wrong` is the mask of elements that differ by too much.
     """
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():

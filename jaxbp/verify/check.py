@@ -35,7 +35,6 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 ORDERS = (1, 2, 3)
 MOST_KINKS = 16
-"""The largest number of constants at which the check looks for kinks."""
 
 
 def check(
@@ -55,10 +54,9 @@ def check(
 ) -> CheckResult:
     """Compare the backward of `op(*args, **options)` with finite differences, in every implementation.
 
-    - Order 0: the value, as computed while differentiating, must equal the value of the forward in float64.
+    - Order 0: the value, as computed while differentiating, must equal the forward's value in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
-      float64. If central differences with two step sizes contradict autodiff, the central differences are expected
-      instead.
+      float64, or central differences with two step sizes if they contradict autodiff.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)`, differentiated once or twice along random directions, is
       compared in the same way.
 
@@ -72,36 +70,33 @@ def check(
     - "ties": few different numbers.
     - "zeros": zeros only.
     - "large": numbers up to 300, in one argument at a time.
-    - "dtypes": the user's data and large numbers in bfloat16 and float16; or in float32, if the user's data has one of
+    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the user's data has one of
       these two dtypes.
 
-    If an argument is positive, or lies in [0, 1], or has rows that sum to 1, its added data does so as well. For an op
-    with other requirements, such as sorted arguments, use `added=("cotangents",)`. If an implementation fails on the
-    user's data, it is not tried on added data.
+    If an argument is positive, lies in [0, 1], or has rows that sum to 1, so does its added data. For an op with other
+    requirements, such as sorted arguments, use `added=("cotangents",)`. An implementation that fails on the user's data
+    is not tried on added data.
 
     Products of float32 arrays are computed in full precision. If the forward computes in a narrower dtype than its
     arguments, the tolerance of the narrower dtype applies. A number beyond the tolerance fails only if neither rounding
-    nor a kink explains the difference (`jaxbp.verify.judge`). An argument of `stop_gradient` counts as a constant.
+    nor a kink explains the difference (docs/numerics.md). An argument of `stop_gradient` counts as a constant.
 
     Args:
-      op: a `Pair`, an `Op`, or any other function.
       args: arrays or pytrees of arrays. Arguments without gradients, such as integers, are skipped. NumPy's float64
         arrays stay float64 even if JAX's 64-bit mode is off.
-      implementations: the implementations to check; by default all. If an implementation does not take the arguments,
-        it is skipped with the reason.
-      order: the highest order to check: 1, 2 or 3. Order 1, values and gradients only, takes the least time.
+      implementations: by default all. If an implementation does not take the arguments, it is skipped with the reason.
+      order: the highest order to check: 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
         two sides passes.
-      added: the names of the data to check in addition to the user's.
-      cases: more cases to check. A case is a dict of other options, such as `{"stride": 2}`, or a pair of other
-        arguments and their options, such as `((x, w), {})`.
+      cases: more cases to check: dicts of other options, such as `{"stride": 2}`, or pairs of other arguments and their
+        options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument, evenly spread, whose gradients finite differences confirm. The
-        other elements are compared with autodiff only.
-      gradient_of: a function of the same arguments and options whose derivative the backward must compute, if it is
-        deliberately not the forward's derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`.
-        The order is then 1, and "autodiff" is not checked.
+      most_elements: the number of elements per argument whose gradients finite differences confirm. The other elements
+        are compared with autodiff only.
+      gradient_of: a function whose derivative the backward must compute, if it is deliberately not the forward's
+        derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and
+        `implementation="autodiff"` is not checked.
 
     Returns:
       A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.

@@ -21,18 +21,17 @@ from jaxbp.verify.page import WIDTH, colour, page, printed, section, show
 
 BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
-"""Maps a dtype to the relative difference that summing in another order may cause."""
+"""The relative difference that summing in another order may cause."""
 TF32 = 1e-2
-"""The allowed relative difference on a GPU, where tensor cores round the factors of products to TF32 by default."""
+"""The relative difference that may occur on a GPU, where tensor cores round factors to TF32 by default."""
 AS_FAST = 1.05
-"""Two times count as equal if their ratio is below this number."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this fraction of the time, the host limits the time."""
+"""If `host_waited` is below this number, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, with the reference first. `str` returns the verdict and two tables."""
+    """The findings of `compare`, with the reference first."""
 
     function: str
     device: str
@@ -48,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or from JSON, where None may replace an infinite number."""
+        """Rebuild a comparison from `dataclasses.asdict` or from JSON, where None may stand for an infinite number."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -65,7 +64,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page, with HTML elements before and after the comparison's sections."""
+        """Return an HTML page, with the HTML elements `before` and `after` around the comparison's sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -166,23 +165,21 @@ def compare(
 
     The costs are time, memory, and compilation time. The sum of all results is differentiated, with each element of a
     non-scalar result multiplied by a random number. The Hessian of this sum is multiplied by a random direction, in
-    forward over reverse mode. If a custom rule has no forward mode, reverse over reverse mode is used. If a function
-    does not pass `implementation=` on, two implementations compile to the same program, and the report says so.
+    forward over reverse mode, or reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
-      implementations: the implementations to compare with the reference.
       argnums: the arguments to differentiate with respect to; by default all floating ones.
       second_order: whether to compute the Hessian's product with a direction.
-      seconds: the least duration of a round of timing, in seconds.
+      seconds: the least duration of a round of timing.
 
     Returns:
-      A `Comparison`. If an implementation fails, the `Comparison` contains the reason, and the others are compared.
+      A `Comparison`. If an implementation fails, it contains the reason, and the other implementations are compared.
 
     Raises:
-      ValueError: there is no floating argument to differentiate with respect to. Errors of the reference are raised
-        unchanged.
+      ValueError: there is no floating argument to differentiate with respect to.
+      Errors of the reference are raised unchanged.
     """
     require_function("compare", "function", function)
     require_several("compare", "implementations", implementations)

@@ -1,4 +1,4 @@
-"""Compile one program for a function's value and gradients, and one for each higher order."""
+"""A function's value, gradients, and higher derivatives as compiled programs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +26,9 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return `(values, cotangents, directions) -> derivative`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated `order - 1`
-    times, each time along one direction. The square in this sum makes the cotangent, `dy = c (1 + y)`, depend on y.
-    Therefore, the backward is differentiated with respect to dy as well.
-
-    The gradient is differentiated in forward mode, or with `reverse` in reverse mode. A backward that calls an op with
-    a hand-written backward has no forward mode.
+    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along `order - 1`
+    directions. The square makes the cotangent, `dy = c (1 + y)`, depend on y, so that the backward is differentiated
+    with respect to dy as well. With `reverse`, the gradient is differentiated in reverse mode.
     """
 
     def gradient(values, cotangents):
@@ -59,8 +56,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 class Derivatives:
     """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
 
-    To differentiate the gradients, `modes` are tried in turn: False is forward mode, and True is reverse mode. Each
-    program is passed through `transform` before it is compiled.
+    To differentiate the gradients, `modes` are tried in turn: False is forward mode, and True is reverse mode.
     """
 
     def __init__(
@@ -74,7 +70,7 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results at order 0, the gradients at order 1, or the result of `derivative` at higher orders."""
+        """Return the results (order 0), the gradients (order 1), or the result of `derivative`."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
@@ -95,11 +91,10 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled.
+        """Return the program for an order, not compiled. Orders 0 and 1 share a program.
 
-        The orders 0 and 1 share a program, which returns both results and gradients. With `square`, the program for
-        order 1 instead returns the gradient of `Σ c (y + y²/2)`. Before a higher order is requested, the derivative of
-        this order must have been computed once, which selects the mode.
+        With `square`, the program for order 1 returns the gradient of `Σ c (y + y²/2)`. A higher order must have been
+        computed before, which selects its mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__
@@ -115,13 +110,11 @@ def has_no_forward_mode(error: TypeError) -> bool:
 
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
-    """Compute in float64 on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]), np.errstate(all="ignore"):
         yield
 
 
 def scale_of(a: np.ndarray) -> float:
-    """Return the largest finite absolute value, or 1 if this value is 0 or there is none."""
     return float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) or 1.0
 
 

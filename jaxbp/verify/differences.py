@@ -1,4 +1,4 @@
-"""Finite differences of `Σ c y`, with results y and cotangents c. They confirm, contradict, or replace a gradient."""
+"""Finite differences of `Σ c y`, with results y and cotangents c."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,11 +14,10 @@ EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 """The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
-"""The largest number of elements that one call of the program moves, and the largest number of results at one side of
-all these elements."""
+"""The largest number of elements that one call of the program moves, and of results on one side of these elements."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""Slopes with two step sizes are equal within the fraction `CONVERGED`. A slope is infinite if each smaller step size
-multiplies it by more than `DIVERGED`."""
+"""A slope converges if two step sizes change it by at most the fraction `CONVERGED`. It is infinite if each smaller
+step size multiplies it by more than `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +26,10 @@ class Slopes:
 
     Attributes:
       central: the slopes between a step up and a step down.
+      low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger of a term's two one-sided slopes.
       right, left: the one-sided slopes, for a step up and for a step down.
-      low: the sum, over all terms of `Σ c y`, of the smaller of the term's two one-sided slopes.
-      high: the sum of the larger of each term's two one-sided slopes.
-      noise: the rounding error of the slopes, counting only results that change with the element.
-      noise_of_all: the rounding error of the slopes, counting all results. A step may be too small to change a result.
+      noise: the rounding error of the slopes, from results that change with the element.
+      noise_of_all: the rounding error of the slopes, from all results. A step may be too small to change a result.
     """
 
     central: np.ndarray
@@ -55,7 +53,6 @@ class Differences:
     def __call__(
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
-        """Return the slopes with respect to elements of one argument, given their flat `indices` and their steps."""
         sizes, c = [a.size for a in values], flat(cotangents)
         # All arguments share the program, so the number of elements depends on none of them.
         at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
@@ -78,7 +75,7 @@ class Differences:
     def _results(self, values, count, indices, numbers):
         """Return the results at the first `count` points, one row per point.
 
-        At each point, one element of the arguments has another number. An index counts the elements of all arguments.
+        Point k has the number `numbers[k]` at index `indices[k]` of the concatenated arguments.
         """
 
         def results(index, number):
@@ -109,18 +106,13 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
 
-    An element is confirmed if its slope with one of the step sizes equals autodiff's gradient. Several step sizes are
-    tried, because a large step may cross a kink, and a small step may show only rounding errors.
-
-    An element is contradicted if three conditions hold: its slopes with two successive step sizes agree, its left and
-    right slopes agree, and its slope differs from autodiff's gradient by more than rounding explains. The slope is then
-    expected. Otherwise, such as at a kink, autodiff's gradient is expected.
+    For the conditions, see "What a gradient is compared with" in docs/numerics.md. The expected gradient of a
+    contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient.
 
     Args:
       steps: the largest step of each element.
-      look: `(which, steps) -> Slopes`, which computes the slopes of the elements with the indices `which`.
+      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
       error: returns the rounding error of `Σ c y`.
-      rtol: the relative difference up to which two slopes count as equal.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -154,8 +146,8 @@ def confirmed(
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
     """Return the slopes of elements at which autodiff is not finite.
 
-    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. If only one side has a slope,
-    this slope is the result. If neither side has a slope, or the two sides disagree, the result is NaN.
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The result is NaN if no side has
+    a slope or the sides disagree.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

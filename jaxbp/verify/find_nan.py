@@ -33,9 +33,8 @@ class NonFinite:
       op, implementation: the op of jaxbp that contains the operation, and its implementation; "" if there is none.
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
-      inner_source: the line in jaxbp, as "file:line"; "" if there is none.
-      loops: the enclosing loops with their iterations, from the outermost inwards, such as `("scan, iteration 3",)`.
-      inputs, results: the arrays that the operation takes and returns.
+      inner_source: the line in jaxbp; "" if there is none.
+      loops: the enclosing loops, outermost first, such as `("scan, iteration 3",)`.
     """
 
     operation: str
@@ -65,20 +64,18 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
     The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
     custom rules, loops, and branches. A kernel or a `shard_map` counts as one operation. Operations may round
-    differently when they are not compiled together.
+    differently than in a compiled program.
 
-    A value counts only if a result or a gradient is not finite because of this value. Infinite constants, such as the
-    -inf of a mask, do not count, nor do infinite values made from infinite constants. A NaN made from an infinite
-    constant counts.
+    A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
+    do not count, nor do infinite values made from them. A NaN made from an infinite constant counts.
 
     Args:
-      function: a function that JAX can trace and differentiate in reverse mode. Its results are a pytree of arrays.
-      arguments: pytrees of arrays. Gradients are taken with respect to their floating arrays.
+      function: a function from pytrees of arrays to a pytree of arrays.
+      arguments: gradients are taken with respect to their floating arrays.
       options: static keyword arguments of the function.
 
     Returns:
-      The operation; or None if all results and gradients are finite, or only constants make them infinite. An argument
-      that is not finite counts as an operation.
+      The operation, or None if there is none. An argument that is not finite counts as an operation.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.
@@ -109,7 +106,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the program. `origin` is the operation that made the array not finite, or None if there is none."""
+    """An array of the program. `origin` is the operation that made the array not finite, or None."""
 
     array: Any
     origin: NonFinite | None = None
@@ -145,7 +142,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     is_constant = all(a.is_constant for a in inputs)
     if is_constant or all(map(_finite, results)):
         return [_Value(a, is_constant=is_constant) for a in results]
-    # A result is not finite. If the equation is a loop, its iterations run again one by one, to find the origin.
+    # To find the origin within a loop, the iterations run again one by one.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
     if not any(origins):
         origins = [_origin(equation, inputs, results, place)] * len(results)
@@ -213,7 +210,7 @@ def _op_in(scope: str) -> tuple[str, str]:
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp. A missing line is ""."""
+    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp; "" for a missing line."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

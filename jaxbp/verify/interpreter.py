@@ -1,4 +1,4 @@
-"""Run a traced program, a jaxpr, equation by equation, with a rule that computes the results of each equation.
+"""Run a jaxpr equation by equation, with a rule that computes the results of each equation.
 
 The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"})
-"""The primitives that call one inner program, with the arguments of the equation."""
+"""Primitives that call one inner program with their arguments."""
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 JAX_FOLDER = str(Path(jax.__file__).parent)
 
@@ -25,7 +25,7 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the inner program if an equation is one of `CALLS`, else None."""
+    """Return the inner program of an equation in `CALLS`, else None."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -60,8 +60,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
     """Evaluate a call, a loop, a branch, or a `shard_map`, with the rule applied to its inner equations.
 
-    For any other equation, return None. If values are pytrees, the first array of a condition's pytree decides which
-    branch runs, and whether a loop ends.
+    For any other equation, return None. If a condition is a pytree, its first array decides.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -95,7 +94,7 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
 
 
 def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
-    """Return a function that traces `function` when it is called, and evaluates its equations by the rule."""
+    """Return a function that, when called, traces `function` and evaluates its equations by the rule."""
 
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -106,7 +105,6 @@ def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> C
 
 
 def without_custom_rules(function: Callable) -> Callable:
-    """Return `function` without its custom derivative rules, so that autodiff differentiates the forward instead."""
 
     def rule(equation, inputs):
         if not any(inner.primitive.name in CUSTOM_RULES for inner in _with_inner(equation)):
@@ -122,7 +120,6 @@ def has(program: Any, names: frozenset[str] | set[str]) -> bool:
 
 
 def has_custom_rules(program: Any) -> bool:
-    """Return whether a program has custom derivative rules from outside JAX."""
     return any(e.primitive.name in CUSTOM_RULES and not _is_rule_of_jax(e) for e in equations(program))
 
 
@@ -141,7 +138,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. JAX 0.12 has both in a tree."""
+    """Return the numbers of constants and of carried values of a scan. JAX 0.12 has both in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

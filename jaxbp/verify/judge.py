@@ -1,17 +1,7 @@
 """Decide whether a result is wrong, without mistaking rounding or a kink for an error.
 
-A number passes if its difference from the expected number is within the tolerance, or if one of these conditions holds.
-A kink is a point at which the slopes on the two sides differ.
-
-- Autodiff of the forward in the same dtype gives the same number, or autodiff overflows.
-- The error is at most `ALLOWED` times autodiff's error, or `ALLOWED` times the change that random roundings make in
-  autodiff's gradient (`jaxbp.verify.rounding`).
-- The number is not finite, and a term overflows. A term is the part of the gradient that comes from one result.
-- There is a kink within rounding error of the data, and the number lies between the float64 gradients at points around
-  the data. A kink exactly at the data, such as a tie, counts only in half precision, above order 1, or if the op need
-  not have autodiff's slope.
-- There is a kink at the data. If the gradient is divided into parts, each from some of the results, then each part lies
-  between the parts that autodiff with random roundings gives.
+Under "What is not a mistake", docs/numerics.md lists the cases in which a number beyond the tolerance passes. A kink is
+a point at which the slopes on the two sides differ. A term is the part of a gradient that comes from one result.
 """
 
 import dataclasses
@@ -28,29 +18,26 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's rounding error is measured on `SAMPLES` data sets, whose elements differ from the checked data by at most
-the fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
+"""Autodiff's rounding error is measured on `SAMPLES` data sets that differ from the checked data by at most the
+fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
 FACTOR_ELEMENTS = 8
 """A common factor counts as a mistake only if the gradient has at least this number of elements."""
 MOST = 32
-"""The largest number of elements per argument that `_around` moves further than all others."""
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`: the numbers of parts, of runs with random roundings, and of elements of the
-gradients of all parts."""
+"""Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of the gradients of all parts."""
 ROUNDINGS = 16
-"""The largest distance of a kink near the data, in roundings of an argument's largest element."""
+"""The largest distance of a kink "near" the data, in roundings of an argument's largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
-"""The largest distance of a kink at the data, as a fraction of an argument's largest element."""
+"""The largest distance of a kink "at" the data, as a fraction of an argument's largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A change of a gradient is a jump if it happens within a distance of `KINK_WIDTH` times an argument's largest element.
-To find jumps, an interval is halved repeatedly. At most `KINKS_LOOKED_AT` elements are tested. Tested elements ×
-halvings × elements of all arguments are at most `WORK`."""
+"""A gradient jumps if it changes within a distance of `KINK_WIDTH` times an argument's largest element. At most
+`KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` with which `a` is compared. `e` differs from the expected array only at kinks."""
+    """A result `a`, and the array `e` to compare with. The array differs from the expected array only at kinks."""
 
     point: Point
     expected: Expected
@@ -72,9 +59,8 @@ class Judge:
     """Compares the results of implementations with a reference.
 
     Args:
-      autodiff: the programs of autodiff in the dtype of the arguments; or None.
-      convention: whether the op must have autodiff's slope at a kink.
-      precision: the dtype in which the forward computes, if this dtype has less precision than the arguments.
+      convention: the argument `kink_convention` of `check`.
+      precision: the dtype in which the forward computes, if it has less precision than the arguments.
     """
 
     def __init__(
@@ -93,10 +79,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare an array with the i-th expected array, and return the fields of a `CheckRow`.
-
-        The programs `checked` computed the array `actual`.
-        """
+        """Compare `actual`, from the programs `checked`, with the i-th expected array. Return fields of `CheckRow`."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -109,7 +92,7 @@ class Judge:
         if self._sees_kinks(point, expected.order, dtype):
             autodiff = self._autodiff(point, expected.order, i)
         if autodiff is not None:
-            # In a narrow dtype, the forward may have its kink at a slightly different number than in float64.
+            # In a narrow dtype, the forward's kink may be at another number.
             e = np.where(
                 expected.contradicted[i] | (excess_and_difference(autodiff, e, tolerance)[0] <= 1), e, autodiff
             )
@@ -123,10 +106,10 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return two masks: elements that must equal the expected number, and elements for which this is unknown."""
+        """Return two masks: elements that must equal the expected number, and elements whose number is unknown."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
-        # If the arguments are finite, NaN is never expected. An infinite gradient is expected only if the op must have
-        # autodiff's slope at a kink.
+        # For finite arguments, NaN is never expected, and an infinite gradient only if the slope at a kink must be
+        # autodiff's.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -139,14 +122,13 @@ class Judge:
         return held & ~undecided, undecided
 
     def _excused_by_rounding(self, case, wrong, held, autodiff):
-        """Return `wrong` without elements whose error may be rounding or an overflow, and the reason."""
+        """Return `wrong` without elements that rounding or an overflow explains, and the reason."""
         point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
         reason = None
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
         if autodiff is not None and not self._sees_kinks(point, order, dtype):
             as_autodiff = excess_and_difference(a, autodiff, case.tolerance)[0] <= 1
-            # If the function has custom rules, autodiff may overflow where the rules avoid an overflow. Autodiff's
-            # overflow is then no excuse.
+            # If custom rules avoid an overflow of autodiff, the overflow is no excuse.
             as_autodiff &= np.isfinite(autodiff) | self.reference.independent
             if self.reference.independent:
                 as_autodiff |= ~np.isfinite(autodiff) & np.isfinite(e)
@@ -156,8 +138,8 @@ class Judge:
             fine = case.excess(ALLOWED * self._rounding(point, order, i)) <= 1
             wrong, reason = _excused(wrong, fine, reason, "within the rounding error of autodiff")
         if wrong.any():
-            # An op in half precision accumulates in float32. Above order 1, however, the gradient has been rounded to
-            # half precision before it is differentiated.
+            # An op in half precision accumulates in float32, but the gradient that is differentiated above order 1 has
+            # been rounded to half precision.
             in_dtype = order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
@@ -169,7 +151,6 @@ class Judge:
         return wrong, reason
 
     def _excused_by_kinks(self, case, wrong, reason, checked):
-        """Return `wrong` without elements that are correct at a kink, the reason, and a hint or None."""
         point, order, i, a = case.point, case.expected.order, case.i, case.a
         fine, why, hint = self._at_kinks(point, order, i, a, case.e, case.dtype, case.tolerance)
         wrong, reason = _excused(wrong, fine & ~case.contradicted, reason, why)
@@ -243,7 +224,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return the mask of elements of `a` between the slopes at a kink, the reason, and a hint or None."""
+        """Return the mask of elements of `a` that lie between the slopes at a kink, the reason, and a hint or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -269,7 +250,7 @@ class Judge:
         change = np.abs(near.reshape(len(near), -1)[:, indices] - near[-1].ravel()[indices])
         limit, jumps = limit.ravel()[indices], np.zeros(indices.size, bool)
         numbers = sum(a.size for a in point.values) * max(1, halvings)
-        for rank in range(2):  # the points with the largest and the second largest change
+        for rank in range(2):  # the points with the two largest changes
             open_ = np.flatnonzero(~jumps & (np.sort(change, axis=0)[-1 - rank] > limit))
             if not open_.size:
                 break
@@ -287,10 +268,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return the mask of elements of the i-th gradient that autodiff with other roundings could give.
-
-        The results are divided into parts, and the gradient of each part is compared.
-        """
+        """Return the mask of elements of the i-th gradient that autodiff with random roundings could give."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -312,8 +290,7 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # At a tie between arguments, a number may move from one argument's gradient to another argument's gradient,
-            # but it must not disappear.
+            # At a tie between arguments, a number may move between their gradients, but must not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -321,10 +298,9 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return points near the given point, and the i-th gradient at each of these points.
+        """Return points near the given point, and the i-th gradient at each of them and, last, at the given point.
 
-        The last gradient is at the given point. From the given point to some of the others, one element moves further
-        than all other elements, which breaks a tie.
+        In some of the points, one element moves further than all other elements, which breaks a tie.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -343,7 +319,6 @@ class Judge:
 
 
 def _excused(wrong, fine, reason, why):
-    """Return `wrong` without `fine`, and the reason `why` if an element was removed, else `reason`."""
     return wrong & ~fine, why if (wrong & fine).any() else reason
 
 
@@ -357,11 +332,11 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return the mask of elements for which `a`, summed along any axis, is within the range of the sums of `found`.
+    """Return the mask of elements for which `a`, summed along each axis, is near the range of the sums of `found`.
 
-    `found` has the gradients at nearby points. At a tie, an op may divide the gradient among equal elements, but the
-    shares must add up to the whole gradient. The slack is large because few points cannot break many ties in every
-    combination.
+    `found` has gradients at nearby points, where ties are broken. At a tie, an op may divide a gradient among equal
+    elements, but must not change the sum. The range is widened by its length on both sides. If there are many ties, the
+    few nearby points seldom break all of them in the same direction, and their sums miss the correct extremes.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

@@ -1,8 +1,7 @@
 """Evaluate a program in float64 although it computes in a narrower dtype.
 
-A function may convert its arguments to a narrower dtype, as in `x.astype(float32)` or
-`preferred_element_type=float32`. The steps of finite differences are smaller than one rounding in float32, and would be
-lost in this conversion.
+A function may convert its arguments, as in `x.astype(float32)`. The steps of finite differences are smaller than one
+rounding in float32, and would be lost.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from jax import lax
 from jaxbp.verify.interpreter import bind, evaluate, is_program, rerun, structured
 
 FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback", "io_callback", "ffi_call"})
-"""Primitives whose code is fixed to the dtypes with which it was traced."""
+"""Primitives whose code is fixed to the traced dtypes."""
 
 
 class CannotLiftError(NotImplementedError):
@@ -33,14 +32,14 @@ def lifted(function: Callable) -> Callable:
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the least precise floating dtype among values that depend on floating arguments."""
+    """Return the least precise dtype among values that depend on floating arguments."""
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floating values that depend on the variables `moved`. Add all dependent variables to it."""
+    """Return the dtypes of floating values that depend on `moved`. Add all dependent variables to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

@@ -1,4 +1,4 @@
-"""Measure the programs of one implementation: their results, times, memory, and compilation."""
+"""Measure the programs of one implementation."""
 
 import dataclasses
 import functools
@@ -16,19 +16,19 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU. The device does not wait for the host between these calls."""
+"""The number of calls in one timed program on a GPU. The device does not wait for the host between them."""
 KINDS = ("value", "gradient", "hessian product")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between an array and the reference's array.
+    """The difference between an array a and the reference's array.
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of the result, or of the argument with respect to which a derivative is taken.
+      name: the name of the result, or of the differentiated argument.
       absolute: the largest difference of an element; infinite if an element is NaN in only one of the two arrays.
-      relative: `‖a - reference‖ / ‖reference‖`, where a is the array.
+      relative: `‖a - reference‖ / ‖reference‖`.
     """
 
     kind: str
@@ -43,12 +43,11 @@ class Program:
     """The costs of a compiled program.
 
     Attributes:
-      microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache, because
-        all calls have the same arguments.
-      fastest, slowest: the microseconds per call in the fastest and in the slowest round of timing.
+      microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache.
       host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
       compile_seconds: the time to trace, lower, and compile the function.
-      peak_bytes: the size of arguments, results and temporaries, as XLA reports it.
+      peak_bytes: the size of arguments, results, and temporaries, as XLA reports it.
+      fastest, slowest: the microseconds per call in the fastest and the slowest round.
     """
 
     microseconds: float
@@ -62,12 +61,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The findings for one implementation: its differences from the reference, and the costs of its programs.
+    """The findings for one implementation.
 
     Attributes:
       failed: why all programs, or only the Hessian product, could not be computed; else None.
-      missing: whether the function has no implementation of this name.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
+      missing: whether the function has no implementation of this name.
     """
 
     implementation: str | None
@@ -94,11 +93,10 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return three functions: one for the gradients, and two for the product of the Hessian and a direction.
+    """Return three functions that compute derivatives with respect to the leaves with the indices `chosen`.
 
-    The first function is `(leaves, cotangents) -> (results, gradients)`. The second and the third are
-    `(leaves, cotangents, direction) -> product`. The second uses forward over reverse mode, and the third uses reverse
-    over reverse mode. Derivatives are taken with respect to the leaves with the indices `chosen`.
+    The first is `(leaves, cotangents) -> (results, gradients)`. The second and the third return the product of the
+    Hessian and a direction, in forward over reverse mode and in reverse over reverse mode.
     """
 
     def of_chosen(leaves, function):
@@ -140,8 +138,8 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each earlier program to its implementation. This program is added.
-      may_fail: whether the result describes an error instead of raising it.
+      programs: maps the text of each program to its implementation, and is extended.
+      may_fail: whether to describe an error in the result instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
     try:
@@ -158,7 +156,7 @@ def measure(
                     raise
                 program, product = _run(in_reverse, data, seconds)
             one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
-    except Exception as error:  # a backward can raise anything, and the other implementations still matter
+    except Exception as error:  # a backward can raise anything
         if not may_fail:
             raise
         missing = isinstance(error, NotImplementedError) and "has no implementation" in str(error)

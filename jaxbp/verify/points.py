@@ -1,4 +1,4 @@
-"""The data at which an op is checked: the user's data and added data."""
+"""The data at which an op is checked."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxbp.verify.derivatives import Arrays, scale_of
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A subnormal number in float32 and bfloat16, and one slightly above the smallest normal number."""
+"""A subnormal number in float32 and bfloat16, and a number slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Point:
     """Arguments of an op and cotangents of its results, in float64 but rounded to the dtypes that the op takes.
 
     Attributes:
-      of: the index of the argument with elements at kinks, if the point was made for one argument; else None.
+      of: the index of the one argument with elements at kinks, or None.
       kinks: whether some numbers lie exactly where the op may have a kink.
       maybe_undefined: whether the op may be undefined here. Expected numbers that are not finite are then ignored.
     """
@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator of random numbers. A user's generator with the same seed gives other numbers."""
+    """Return a generator whose numbers differ from those of a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -51,7 +51,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data `own`, and then the data that `added` names, in the ranges that `check` describes."""
+    """Yield the user's data `own`, and then the data that `added` names, as `check` describes it."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -77,16 +77,11 @@ def points(
 
 
 def halved(own: Point) -> Point:
-    """Return a point with every argument divided by 2, except arguments whose rows sum to 1."""
     return dataclasses.replace(_each(own, "half", lambda a: a / 2), kinks=False, maybe_undefined=False)
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point at which all arguments in `same` are one array, which is valid for each of these arguments.
-
-    Rows that sum to 1 are narrower than [0, 1], which is narrower than positive numbers. The array is the argument with
-    the narrowest of these ranges.
-    """
+    """Return a point at which all arguments in `same` are one array: the argument with the narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -101,7 +96,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     """Yield copies of the point in which some elements of the i-th argument equal a kink.
 
-    Each kink is put at two positions. At the second position, all other arguments of the same shape are 0.
+    Each kink has two positions. At one of them, all other arguments of the same shape are 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -129,7 +124,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0 and by subnormal numbers of the signs that the array has."""
+    """Replace three elements by -0 and subnormal numbers, with signs that the array has."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -139,7 +134,7 @@ def _with_least(a: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _has_subnormals() -> bool:
-    """Whether programs distinguish subnormal numbers from 0. XLA's CPU programs do not."""
+    """Return whether programs distinguish subnormal numbers from 0. XLA's CPU programs do not."""
     return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 
@@ -152,7 +147,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers with magnitudes from 3 to 300 and the array's signs; or the array, if it lies in [0, 1]."""
+    """Return random numbers from 3 to 300 with the array's signs; or the array, if it lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

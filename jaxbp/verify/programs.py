@@ -1,4 +1,4 @@
-"""Run an implementation as users do: with or without `jit`, `vmap`, and `remat`, or with one array several times."""
+"""Run an implementation as users do, such as under `vmap`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,6 @@ class Programs:
         return [np.asarray(v.astype(a.dtype), np.float64) for v, a in zip(values, self.arguments.floats, strict=True)]
 
     def results(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return values at order 0, gradients at order 1, and derivatives at higher orders."""
         dtypes = self.result_dtypes()
         with np.errstate(over="ignore"):
             directions = [self._in_dtypes(d) for d in directions]
@@ -60,10 +59,6 @@ class Programs:
         return _flat(value_and_gradients(self._plain)(values, cotangents))
 
     def vmapped(self, points: Sequence[tuple[Arrays, Arrays]], vmap: bool, remat: bool) -> list[list[Any]]:
-        """Return the values and gradients at each point.
-
-        With `vmap`, all points are computed in one call. With `remat`, the function runs under `jax.checkpoint`.
-        """
         run = value_and_gradients(jax.checkpoint(self._plain) if remat else self._plain)
         stack = lambda arrays: [np.stack(a) for a in zip(*arrays, strict=True)]  # noqa: E731
         values = [self._in_dtypes(values) for values, _ in points]

@@ -4,11 +4,11 @@ import sys
 import time
 
 SILENT, EVERY = 1.0, 0.2
-"""The seconds before the first line, and the least number of seconds between two lines."""
+"""The seconds before the first line, and the least seconds between two lines."""
 
 
 class Progress:
-    """Shows the progress in one line, if stderr is a terminal, and erases the line at the end."""
+    """Shows the progress if stderr is a terminal, and erases the line at the end."""
 
     def __init__(self, name: str):
         self._name, self._next, self._width = name, time.monotonic() + SILENT, 0

@@ -35,11 +35,10 @@ class Expected:
     """The expected results of an op.
 
     Attributes:
-      order: 0 for values, 1 for gradients, 2 and 3 for derivatives of the gradients.
-      against: how the arrays were computed.
+      order, against: as in `CheckRow`.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: masks, true where finite differences contradict autodiff. The finite differences are then expected.
-      undecided: masks, true where autodiff is not finite and finite differences give no slope either; or None.
+      contradicted: masks of elements at which finite differences contradict autodiff, and are expected instead.
+      undecided: masks of elements at which autodiff is not finite, and finite differences give no slope; or None.
     """
 
     order: int
@@ -54,10 +53,10 @@ class Reference:
 
     Attributes:
       function: the forward, which computes in the dtype of its arguments.
-      results: the shapes and dtypes of the results for the given arguments.
+      results: the shapes and dtypes of the results.
       independent: whether JAX differentiates `function` without custom rules, such as the op's backward.
-      constants: the floating constants in the program of `function`, at which it may have kinks.
-      note: a remark, if the program computes in a narrower dtype than its arguments; else None.
+      constants: the floating constants in the program, at which it may have kinks.
+      note: a remark if the program computes in a narrower dtype than its arguments, else None.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifting.lifted`. If it cannot lift the program, return the identity, and make steps larger."""
+        """Return `lifting.lifted`. If it cannot lift the program, make steps larger, and return the identity."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -121,7 +120,6 @@ class Reference:
         return Derivatives(without_custom_rules(self.function), transform=self._transform)
 
     def computed_in(self, dtypes: Sequence[np.dtype]) -> np.dtype | None:
-        """Return the least precise floating dtype in which the forward computes for arguments of these dtypes."""
         shapes = [jax.ShapeDtypeStruct(a.shape, dtype) for a, dtype in zip(self._shapes, dtypes, strict=True)]
         return narrowest(jax.make_jaxpr(self.function)(*shapes))
 
@@ -132,11 +130,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and gradients. Finite differences confirm the gradients.
+        """Return the expected values and gradients. Finite differences confirm about `most` elements per argument.
 
-        About `most` elements per argument are confirmed.
-
-        `steps` has one step size per argument. None means a step in proportion to the argument's largest element.
+        `steps` has the field `step` of `Tolerance` for each argument.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -203,7 +199,7 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results (order 0), gradients (order 1), or `derivatives.derivative` (higher orders) in float64."""
+        """Return the results (order 0), gradients (order 1), or `derivatives.derivative`, in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -218,7 +214,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far each element of the result of `derivative` moves if the arithmetic is rounded to `dtype`."""
+        """Return how far rounding to `dtype` moves each element of the result of `derivative`."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -228,10 +224,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients for several cotangents, computed once exactly and then with random roundings.
+        """Return gradients `(1 + runs, parts, ...)`, computed once exactly and then with random roundings.
 
-        `parts` has one array per result of the op. The first axis of each array has one cotangent per part. The
-        gradients have the shapes `(1 + runs, parts, ...)`. For `settings`, see `rounding.rounded_otherwise`.
+        `parts` has one array of cotangents per result, with one part per index of the first axis. For `settings`, see
+        `rounding.rounded_otherwise`.
         """
 
         def gradients(values, parts):
@@ -252,11 +248,10 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return the jumps of elements of the i-th derivative between the point `values` and each of the points `ends`.
+        """Return the jump, between `values` and each of the `ends`, of one element of the i-th derivative.
 
-        For each end, `indices` has the index of one element in the flattened derivative. The interval from `values` to
-        the end is halved `halvings` times, and the half in which the element changes more is kept. A smooth change
-        shrinks with the interval, so the change over the last interval is the jump.
+        The interval from `values` to the end is halved repeatedly, and the half in which the element changes more is
+        kept. A smooth change shrinks with the interval, so the change over the last interval is the jump.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -302,10 +297,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of `most` evenly spread elements, and of elements that custom rules change.
-
-        Custom rules change an element if its gradient differs from autodiff without custom rules.
-        """
+        """Return the flat indices of `most` evenly spread elements, and of elements that custom rules change most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -318,7 +310,7 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function of moved values, which computes `Derivatives.with_square` there, flattened.
+        """Return `Derivatives.with_square` as a function of moved values, with flat results.
 
         Arguments of `stop_gradient` are fixed at `values`.
         """
@@ -339,10 +331,9 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return a forward that takes float64, the shapes and dtypes of its results, and a boolean.
+    """Return the forward of the first implementation that takes float64, and the shapes and dtypes of its results.
 
-    The forward is from the first implementation that takes float64. The boolean is true if this implementation is
-    "autodiff".
+    The third result is true for `implementation="autodiff"`.
     """
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
@@ -400,7 +391,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return the floating constants of a program with magnitudes from 1e-3 to 1e3, which excludes limits of dtypes."""
+    """Return a program's floating constants from 1e-3 to 1e3 in magnitude, which excludes limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

@@ -1,4 +1,4 @@
-"""The findings of a check: as rows, as text, and as a table."""
+"""The findings of a check."""
 
 import dataclasses
 import io
@@ -21,19 +21,16 @@ class CheckRow:
     """The finding for one compared array: a result, or the derivative with respect to one argument.
 
     Attributes:
-      argument: the name of the argument or of the result, or "all" for all of them together.
-      order: 0 for a value, 1 for a gradient, 2 and 3 for the first and the second derivative of the gradient.
+      argument: the name of the argument or of the result, or "all".
+      order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
-      elements: the number of elements compared.
-      absolute: the largest difference of an element from the expected element.
+      absolute: the largest difference from an expected element.
       relative: the largest difference, divided by the largest expected element.
       index: the index of the element whose difference is largest relative to the allowed difference.
-      analytic, numeric: the result at this index, and the expected number at this index.
-      inputs: the name of each argument, and the argument's value at this index.
-      reason: a description of the mistake, or why the array was skipped, is inconclusive, or passes although it exceeds
-        the tolerance.
-      data: the name of the data: `USER_DATA`, or added data.
+      analytic, numeric, inputs: at this index, the result, the expected number, and the arguments with their names.
+      reason: a description of the mistake, or the reason for another verdict.
+      data: `USER_DATA`, or the name of added data.
       case: the options or shapes of a case from `cases`; empty for the user's case.
     """
 
@@ -75,12 +72,7 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check. The result is true if no row failed. Its text has one summary per implementation.
-
-    Attributes:
-      untried: what the check did not try, in words.
-      notes: remarks on how the check was made.
-    """
+    """The rows of a check, true if no row failed. `untried` says what was not tried; `notes` has remarks."""
 
     rows: tuple[CheckRow, ...]
     untried: str = ""
@@ -92,7 +84,6 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The names of the data that was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
@@ -115,7 +106,7 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Return the result itself, or raise an AssertionError with one line per failure."""
+        """Raise an AssertionError with one line per failure, or return the result itself."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self

@@ -1,8 +1,7 @@
 """Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
 
-This is Monte Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997). It finds cancellation, such as in `1 - s` for s
-near 1, which a comparison with a narrower dtype does not show. Each result is moved by many times its rounding error,
-and the measured change is divided by the same factor. The division makes the change by a jump small, such as at a tie.
+Source: Parker, "Monte Carlo Arithmetic", 1997. Each result is moved by many times its rounding error, and the measured
+change is divided by the same factor. The division makes a jump small, such as at a tie.
 """
 
 import functools
@@ -25,14 +24,13 @@ ROUNDED = frozenset({
     "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "mul", "pow", "reduce_prod", "reduce_sum",
     "reduce_window_sum", "rsqrt", "scatter-add", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
 })  # fmt: skip
-"""Primitives that round their results. Other primitives, such as a maximum, return one of their arguments."""
+"""Primitives that round their results."""
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return, as a flat list, how far each result of `function` moves if every operation is rounded to `dtype`.
+    """Return how far each result of `function` moves if every operation outside of loops is rounded to `dtype`.
 
-    The program runs a few times with random signs of the roundings, and the largest movement counts. Rounding inside
-    loops is not measured.
+    The program runs a few times with random signs of the roundings, and the largest movement counts.
     """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
@@ -53,7 +51,6 @@ def _moved(random, by, equation, inputs, y):
 
 
 def _floats_moved(moved: Callable) -> Callable:
-    """Return a rule that replaces each floating result y by `moved(equation, inputs, y)`."""
 
     def rule(equation, inputs):
         if (program := called(equation)) is not None:
@@ -67,9 +64,8 @@ def _floats_moved(moved: Callable) -> Callable:
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
     """Return the results of `function`, computed once exactly and `runs` times with random roundings.
 
-    Each array has the shape `(1 + runs, ...)`. The result of every inexact operation is moved by at most `roundings`
-    times its rounding error in `dtype`. The move depends only on the run, the operation, and the operands. Equal
-    operations therefore round equally, and ties remain.
+    Each array has the shape `(1 + runs, ...)`. The result of each inexact operation is moved by at most `roundings`
+    times its rounding error in `dtype`. Equal operations on equal operands move equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -85,8 +81,8 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Two sums of equal operands may differ in their last bits, because the operands may be added in another order.
-        # Rounding to float32 makes such sums equal.
+        # Two sums of equal operands, added in another order, may differ in their last bits. Rounding to float32 makes
+        # them equal.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):

@@ -1,4 +1,4 @@
-"""Evaluate a program with every argument of `stop_gradient` fixed, for finite differences that treat it as constant."""
+"""Evaluate a program with every argument of `stop_gradient` fixed, for finite differences."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,13 +13,10 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program in three evaluations, which are made together.
-
-    Finite differences move the arguments of the program away from the base.
+    """The values of one variable of a program, at a base and at arguments that finite differences moved.
 
     Attributes:
       held: the value at the moved arguments, with arguments of `stop_gradient` fixed at their values at the base.
-      base: the value at the base.
       moved: the value at the moved arguments, with nothing fixed.
     """
 
@@ -52,8 +49,8 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the factorization of the matrix. The solution nevertheless depends on the moved
-        # matrix through its factorization, so the factorization is not fixed.
+        # JAX applies `stop_gradient` to the matrix's factorization, through which the solution depends on the matrix.
+        # The factorization is therefore not fixed.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):

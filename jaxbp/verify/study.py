@@ -1,4 +1,4 @@
-"""Compare each implementation with the reference for one case. A case is a set of arguments and options of an op."""
+"""Compare each implementation with the reference for one set of arguments and options of an op."""
 
 import dataclasses
 import functools
@@ -22,8 +22,7 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""By default, `most_elements` is `WORK` divided by the number of elements of arguments and results, within the bounds
-`MOST_ELEMENTS`."""
+"""By default, `most_elements` is `WORK` divided by the elements of arguments and results, within `MOST_ELEMENTS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +39,11 @@ class Settings:
 
 
 class Study:
-    """One case of a check: the op with one set of arguments and options, and its reference.
+    """An op with one set of arguments and options, and its reference.
 
     Attributes:
       autodiff: the programs of the forward and its gradients, without custom rules.
-      same: groups of indices of floating arguments with equal shapes and dtypes, which can be passed as one array.
+      same: groups of indices of floating arguments with equal shapes and dtypes, which can be one array.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -113,7 +112,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return two lists: the points with expected results, and the points, orders, and errors without results."""
+        """Return the points with expected results, and the points, orders, and errors where there are none."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -140,8 +139,7 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # The reference runs custom rules, so the custom rules may have raised the error. If autodiff without custom
-            # rules succeeds, the backward is wrong.
+            # If autodiff without custom rules succeeds, a custom rule raised the error, and the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -156,7 +154,7 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield the rows for data in another dtype, or one row with the reason why it is not tried."""
+        """Yield the rows for another dtype, or one row with the reason why it is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
@@ -179,7 +177,7 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield the rows of one implementation for each point. If the user's data fails, added data is skipped."""
+        """Yield the rows for each point. If the user's data fails, added data is skipped."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != USER_DATA and is_broken(found):
@@ -230,8 +228,7 @@ class Study:
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
         """Yield a row for each array of `run(programs)` that differs from the result under `jit`; one row if none does.
 
-        If `same` is not empty, `run` passes one array as all arguments in `same`. The expected gradient of this array
-        is the sum of the gradients of these arguments.
+        If `same` is not empty, `run` passes one array as all arguments in `same`, whose gradients add up.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

@@ -10,11 +10,10 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of queued calls: enough to keep the device busy, but few enough for memory to hold the results."""
+"""The largest number of queued calls. They keep the device busy, and their results fit into memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. Under
-large matrix products, a GPU reaches its power limit within 0.2 s. Its clock may then drop too far, and recovers within
-2 s (docs/lab/2026-11-24-dense.md)."""
+"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. For the
+measured changes of a GPU's clock, see docs/lab/2026-11-24-dense.md."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -24,12 +23,9 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The measured time per call of a program, while further calls are queued.
+    """The time per call while further calls are queued: the median over `rounds`, and the time in each round.
 
-    Attributes:
-      seconds: the median over rounds.
-      host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
-      rounds: the seconds per call in each round.
+    For `host_waited`, see `jaxbp.verify.measurement.Program`.
     """
 
     seconds: float
@@ -58,10 +54,8 @@ def device_seconds(
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
     """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
-    Args:
-      run: `run(calls)`, which returns the seconds of these calls.
-      once: the approximate seconds of one call.
-      most: the limit in seconds. If it is less than one block, the program is not called.
+    `run(calls)` returns the seconds of these calls, and one call takes about `once` seconds. The limit is `most`
+    seconds. If it is shorter than one block, the program is not called.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
@@ -72,7 +66,6 @@ def settle(run: Callable[[int], float], once: float, most: float) -> None:
 
 
 def _run(program, arguments, calls):
-    """Return the seconds that `calls` calls took, and the seconds in which the host waited for the device."""
     in_flight, waited, start = collections.deque(), 0.0, time.perf_counter()
     for i in range(calls + IN_FLIGHT):
         if i < calls:

@@ -120,7 +120,7 @@ class Block:
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
         """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Blocks and results are functions that return values; `values` returns such functions."""
+        each row. Each block and each result is a function that returns the array, as `values` makes it."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
