@@ -111,6 +111,7 @@ class ConvolutionalCircuit(ByContent):
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
     def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
+        """Return the outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
             wanted = ", ".join(map(str, self.shape))

@@ -84,6 +84,7 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
+        """The data with which the function was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
