@@ -1,7 +1,6 @@
 """Measure the errors of results and gradients against float64, and compare them with autodiff's errors.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as values around 1e5. The usual
-reason why an implementation loses digits and autodiff does not: the forward keeps a rounded value for the backward.
+The data is shifted and scaled to locations at which a formula may lose digits, such as values around 1e5.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 class Place:
     """A location of the data: the values of `argument` are `offset + scale * drawn`, with random `drawn`.
 
-    `argument` is the name of an argument, or "all" for all arguments that can be moved.
+    If `argument` is "all", all arguments that can be moved are at this location.
     """
 
     offset: float
@@ -44,15 +43,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The relative error of an op's result or gradient at one location, and the error of autodiff's.
+    """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
 
-    The fields `error`, `native`, and `excess` are quantiles over the rows of all draws. A row is a vector along the
-    last axis.
+    Each error is a quantile over the rows, which are vectors along the last axis, of all draws.
 
     Attributes:
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      error: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result, and e is the same row in float64.
-      native: the same quotient for a row a of autodiff's result in the same dtype.
+      error: the implementation's `‖a - e‖ / ‖e‖` for a row a, whose value in float64 is e.
+      native: the same quotient for autodiff's row in the same dtype.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
@@ -79,9 +77,7 @@ def accuracy(
     All arguments except `dy`, weights, and integers are moved to a location together, and then each argument alone. A
     location is left out if the data overflows there, or if values that an op must tell apart become equal.
 
-    Args:
-      cases: a dict from the name of each case to an op of the catalogue and the case. All cases form one program,
-        because one program compiles faster than many.
+    All `cases`, pairs of an op and a case by name, form one program, which compiles faster than many.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -104,10 +100,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function of all ops, from `{name: (values, cotangents)}` to `{name: {result: array}}`.
-
-    All arrays have two leading axes, for the locations and the draws. The compiler may not leave out any rounding.
-    """
+    """Return a compiled function of all ops, from `{name: (values, cotangents)}` to `{name: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
@@ -202,9 +195,9 @@ class _Errors(NamedTuple):
 def _errors(dtype, actual, native, exact, by_formula):
     """Return the `_Errors` of a result at one location, or None if no element's exact value fits in the dtype.
 
-    Elements whose exact values do not fit in the dtype are left out. `exact` and `by_formula` are the result in
-    float64, computed in two ways. Their difference is added to the allowed error. If autodiff loses many digits, some
-    rows are correct only by chance. The median of the rows then replaces the quantile `NEARLY_ALL`.
+    `exact` and `by_formula` are the result in float64, computed in two ways. Their difference is added to the allowed
+    error. If autodiff loses many digits, some rows are correct only by chance. The median of the rows then replaces
+    the quantile `NEARLY_ALL`.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -7,11 +7,7 @@
     python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
 If a comparison fails, a line shows its worst element, and the exit code is 1. The documentation of `jaxbp.verify.check`
-describes the comparisons. Two options select other checks instead:
-
-- `--accuracy` compares an implementation's error against float64 with autodiff's error (`experiments.accuracy`).
-- `--repeat` computes each op and its gradients repeatedly, and compares the bits of the results. On a GPU, arrays have
-  realistic sizes.
+describes the comparisons. With `--repeat`, arrays on a GPU have realistic sizes.
 """
 
 import dataclasses

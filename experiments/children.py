@@ -24,8 +24,6 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      task: the task, as in the argument `tasks` of `in_children`.
-      results: the results that the task yielded, until its end or the death of its process.
       death: None if the task ended; otherwise how its process died: "SIGABRT", "exit code 1" or "no answer in 9 s".
       said: the last text that the process wrote to stderr, if it died.
     """
@@ -41,8 +39,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work(task)` yields the results of a task. It must be a function at the top level of a module. A process is killed
-    if it yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
+    `work(task)` yields the results of a task, and is a function at the top level of a module. A process is killed if it
+    yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
     """
     share_gpus()
     children, order = [], collections.deque()
@@ -70,7 +68,7 @@ def in_children(
 
 
 def share_gpus() -> None:
-    """Let JAX allocate GPU memory only as needed, unless the environment says otherwise. Call it before JAX starts."""
+    """Let JAX allocate GPU memory only as needed. Call it before JAX starts."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 

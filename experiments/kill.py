@@ -3,8 +3,8 @@
     python -m experiments.kill                                   # LeNet on the digits, killed 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-The moments of the kills alternate: shortly after a checkpoint, while the process writes a file, and at any time. After
-each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits differ.
+The kills alternate between three moments: shortly after a checkpoint, while the process writes a file, and any time.
+After each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits differ.
 """
 
 import contextlib
@@ -79,9 +79,9 @@ def run(config: KillConfig, _: str) -> int:
 
 
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
-    """Start or resume the run and kill its process, `kills` times. After each kill, yield its kind, a key of `MOMENTS`.
+    """Start or resume the run and kill its process, `kills` times. Yield each kill's moment, a key of `MOMENTS`.
 
-    Raise BrokenRun if a process ends before it is killed, or if the newest checkpoint after a kill is corrupt.
+    Raise BrokenRun if a process ends before it is killed, or if the newest checkpoint is then corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):
@@ -114,7 +114,6 @@ def finish(command: Command, run_dir: Path) -> None:
 
 
 def outcome(run_dir: Path) -> tuple:
-    """Return the epoch, the metrics without timings, and the bytes of all arrays, from the newest checkpoint."""
     checkpoint = run_directory.newest(run_dir)
     metrics = [{name: line[name] for name in line if name not in TIMINGS} for line in checkpoint.metrics]
     return checkpoint.epoch, metrics, {name: array.tobytes() for name, array in checkpoint.arrays.items()}

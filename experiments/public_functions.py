@@ -18,9 +18,8 @@ LABELS = np.array([1, 3])
 class PublicFunction:
     """A function to check.
 
-    Attributes:
-      arguments: the shape and the kind of data, a key of `KINDS`, of each argument.
-      settings: keyword arguments of `jaxbp.verify.check`.
+    `arguments` has the shape and the kind of data, a key of `KINDS`, of each argument. `settings` are keyword arguments
+    of `jaxbp.verify.check`.
     """
 
     name: str
@@ -74,10 +73,7 @@ LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention over one block of keys and values after another.
-
-    The running maxima of the scores and the running sums are in float32.
-    """
+    """Compute softmax attention block by block over the keys, with running maxima and sums in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 

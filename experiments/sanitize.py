@@ -8,9 +8,8 @@ A process computes the value and gradients of one op with `implementation="palla
 catalogue, in float32 and bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses
 beyond the end of an array.
 
-`EXPLAINED` lists kinds of findings that are harmless or not caused by jaxbp. The exit code is 1 if a tool reported any
-other finding, or if a process failed or timed out. The JSON file has the fields of every result file
-(`experiments/output/results.py`), and:
+`EXPLAINED` lists findings that are harmless or not caused by jaxbp. The exit code is 1 after any other finding, or if a
+process failed or timed out. The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
     explained      an object from the name of each explanation to its reason
     rows           one object per op and tool, from the last process: op, tool, outcome, code (the exit code), seconds,
@@ -22,12 +21,11 @@ Each finding has a message, a kernel, a count, and the name of its explanation o
     clean              the tool reported no finding
     explained          all findings are explained
     found              the tool reported a finding that is not explained
-    crashed at exit    as clean or explained, but the process died, after all kernels had run and the tool had finished
+    crashed at exit    the process died after all kernels had run, and no finding is unexplained
     failed             a kernel did not run, or the tool printed no summary
     timed out          the process exceeded the time limit, without an unexplained finding
 
-Under the tools, processes sometimes die at exit or hang in XLA's compiler. A process that failed or timed out is
-therefore repeated, up to `--attempts` processes in total.
+Under the tools, processes sometimes die at exit or hang in XLA's compiler. `--attempts` repeats them.
 """
 
 import collections
@@ -54,8 +52,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 class Explained:
     """A kind of finding that is not a mistake of jaxbp.
 
-    A finding is of this kind if it comes from `tool`, and the patterns `op`, `kernel`, and `text` match the beginnings
-    of its op's name, its kernel's name, and its text.
+    `op`, `kernel`, and `text` are patterns for the beginnings of a finding's op, kernel, and text.
     """
 
     name: str
@@ -64,7 +61,7 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """Pattern for the text of a finding, whose lines are joined by spaces."""
+    """The lines of a finding's text are joined by spaces."""
 
 
 EXPLAINED = (
@@ -95,11 +92,11 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""Pattern for a finding in a tool's output: one line, and the indented lines after it."""
+"""Pattern for a finding: one line, and the indented lines after it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
 FOUND = 99
-"""The exit code of compute-sanitizer if it reports a finding."""
+"""The exit code of compute-sanitizer after a finding."""
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -167,7 +164,7 @@ def run(config: SanitizeConfig, command: str) -> int:
 
 
 def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer in NVIDIA's wheel, or of a possibly older compute-sanitizer on PATH."""
+    """Return the path of compute-sanitizer in NVIDIA's wheel, or else on PATH."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations or () if nvidia else ():
         for path in Path(folder).glob("*/bin/compute-sanitizer"):
@@ -183,7 +180,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Run up to `attempts` processes, until one neither fails nor times out. Return the row of the last process."""
+    """Return the row of the first process that neither fails nor times out, or of the last of `attempts` processes."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -231,7 +228,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op. Equal findings become one finding with their count."""
+    """Return the findings that a tool printed for an op. Equal findings become one finding with a count."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]

@@ -4,8 +4,7 @@
     python -m experiments.train logic --json logic.json          # also writes a result file
     python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 
-The last printed line is the test accuracy. `--help` lists the experiments. After the name of an experiment, `--help`
-lists its settings.
+The last printed line is the test accuracy.
 """
 
 import argparse
@@ -45,8 +44,7 @@ PROGRAM = "python -m experiments.train"
 
 
 REPORTS = {"logic": logic, "logic-conv": logic_conv, **dict.fromkeys(AUTOMATA, automaton)}
-"""Dict from the name of an experiment to a module. The module's function `report` writes the module's `FILES` into the
-run directory, and returns lines to print."""
+"""Module per experiment. Its `report` writes `FILES` into the run directory, and returns lines to print."""
 CURVES = "curves.png"
 
 
@@ -118,7 +116,7 @@ def _shared(
 ) -> tuple[TrainState, int, bool]:
     """Return process 0's state, number of completed epochs, and whether training is finished, in every process.
 
-    Raise UserError if the data or the model of this process differs from process 0's.
+    Raise UserError if this process has other data or another model.
     """
     checksum = np.uint32(0)
     if jax.process_count() > 1:
@@ -137,9 +135,9 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
-    With `--resume` and `--run-dir`, the experiment and all settings that the command line omits come from the saved
-    run. UserError is raised if the saved run does not exist, or if a given setting differs from the saved setting and
-    is not a larger number of epochs. Invalid arguments raise SystemExit.
+    With `--resume` and `--run-dir`, omitted settings come from the saved run. UserError is raised if there is no saved
+    run, or if a given setting differs from the saved setting, except for a larger number of epochs. Invalid arguments
+    raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -183,9 +181,9 @@ def train(config: TrainingConfig) -> Metrics:
     """Train in `config.run_dir`, from the start or from the last checkpoint, and return the last epoch's metrics.
 
     Raises:
-      UserError: (a ValueError) for invalid data or settings, or if the run directory does not match the settings.
+      UserError: for invalid data or settings, or if the run directory does not match the settings.
       BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
-      FloatingPointError: if training diverges, as in `loop.run`. The last checkpoint is from the epoch before.
+      FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
       Stopped: after Ctrl-C. The curves of the completed epochs have been drawn.
     """
     with RunDirectory(config) as directory:
@@ -240,8 +238,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
     """Return the content of a run's result file, given the metrics of all its epochs.
 
-    Fields in seconds are sums over the epochs. `images_per_second` is the number of training images divided by the
-    seconds of training.
+    Fields in seconds are sums over the epochs. `images_per_second` is for training.
     """
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size

@@ -8,15 +8,9 @@
     python -m experiments.bench --quick --json new.json                # times of one workload per family
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
-docs/benchmarks.md defines the times, the roofline, the memory, and the errors. A timed program calls its workload at
-most 32 times, so at small batches the arguments of all calls may fit in the GPU's cache. The report has one row per
-workload, batch size, and implementation. Peers are other libraries that compute the same workloads. The error of a peer
-is measured on its eager functions. `"pallas"` has no row if the workload launches no kernel of jaxbp, or if there is no
-GPU.
-
-`--quick` times one workload per family, at the middle one of its batch sizes. A family is a module of ops or a kind of
-training step; `selection.quick` chooses its first workload. On a GPU, a program runs for at most 0.6 s before its first
-timing round. Memory and errors are measured only with `--peers`. After 75 seconds, no further row is started.
+docs/benchmarks.md defines the figures. `implementation="pallas"` has no row if the workload launches no kernel of
+jaxbp, or if there is no GPU. `--quick` times the first workload of each family (`selection.quick`) at the middle one of
+its batch sizes. After 75 seconds, it starts no further row.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
@@ -55,8 +49,8 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run in seconds. A run on an H200 ends up to 40 s later, because the rows that have
-begun are finished. Compiling all programs would take longer."""
+"""The default time limit of a quick run in seconds. A run on an H200 ends up to 40 s later, because rows that have begun
+are finished."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +106,6 @@ def _main(config: BenchConfig, command: str) -> int:
 
 
 def is_failure_of_ours(row: Mapping[str, Any]) -> bool:
-    """Return whether the row's implementation is jaxbp's and failed with an error other than NotImplementedError."""
     return row["peer"] is None and row["failed"] is not None and not row["failed"].startswith("NotImplementedError")
 
 
@@ -130,7 +123,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report. `started` is the start of the time limit, from `time.monotonic`."""
+    """Time the workloads and return the report. The time limit starts at `started`, in seconds of `time.monotonic`."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
@@ -182,13 +175,12 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
 
 
 def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    """Return the end of a row's title. It names the dtype if the run has several dtypes, and likewise the precision."""
+    """Return the end of a row's title, which names the dtype and the precision if the run has several."""
     in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
     return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 
 
 def note_progress(report: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Record in the report which rows are still missing, and whether the report is complete."""
     measured = {(row["work"], row["batch"], row["implementation"]) for row in report["rows"]}
     report["missing"] = [
         f"{case.title}, {name}"

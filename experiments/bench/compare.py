@@ -4,8 +4,8 @@
     python -m experiments.bench compare old.json new.json --threshold 0.1
 
 A row is slower if its new median time exceeds its old median by more than the threshold, and its fastest new round took
-longer than its slowest old round. A row that fails only in the new run also counts as slower. Rows of peers (other
-libraries) are left out. The exit code is 1 if any row is slower, and 2 if the files cannot be compared.
+longer than its slowest old round. A row that fails only in the new run is also slower. The exit code is 1 if a row is
+slower, and 2 if the files cannot be compared. Rows of peers (other libraries) are left out.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ Row = Mapping[str, Any]
 Verdict = Literal["slower", "faster", "the same", "fails", "works again"]
 SLOWER = ("slower", "fails")
 FIELDS = ("work", "batch", "dtype", "precision", "implementation")
-"""The fields by which the rows of two runs are matched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,6 @@ class CompareConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A row that both runs measured, and whether it became slower."""
-
     title: str
     old: Row
     new: Row
@@ -87,7 +84,7 @@ def _read(path: Path) -> Report:
 
 
 def changes(old: Report, new: Report, threshold: float) -> list[Change]:
-    """Return the rows that both runs measured, with the largest slowdown first."""
+    """Return the rows that both runs measured, the largest slowdown first."""
     before, after = _rows(old), _rows(new)
     common = [
         Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
@@ -100,13 +97,12 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return a dict from a title, made of `FIELDS`, to the row with these fields. Leave out rows of peers."""
+    """Return the rows by title, which is made of `FIELDS`. Leave out rows of peers."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
 
 def verdict(old: Row, new: Row, threshold: float) -> Verdict:
-    """Return how a row changed from the old run to the new run."""
     if new["failed"] or old["failed"]:
         return "the same" if old["failed"] and new["failed"] else "fails" if new["failed"] else "works again"
     a, b = old["microseconds"], new["microseconds"]
@@ -122,7 +118,6 @@ def ratio(change: Change) -> float | None:
 
 
 def print_changes(old: Report, new: Report, changed: Sequence[Change], console: Console | None = None) -> None:
-    """Print the changed rows, and the titles of the rows that only one run measured."""
     console = console or Console(width=140, highlight=False)
     for name, report in (("old", old), ("new", new)):
         copy = report.get("copy_bytes_per_second")
@@ -153,7 +148,7 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
 
 
 def _time(row: Row) -> str:
-    """Return the median time as text, with half the difference of the slowest and fastest round as a percentage."""
+    """Return the median time, with half the difference of the slowest and fastest round as a percentage."""
     if row["failed"]:
         return "failed"
     median, rounds = row["microseconds"], row["round_microseconds"]

@@ -1,11 +1,11 @@
 """Layers of logic gates in plain JAX with four coefficients per gate: the fastest known form under autodiff.
 
-A gate with inputs a and b mixes 16 functions. Each function is linear in a and in b, so the mixture is
-`y = c0 + c1 a + c2 b + c3 ab`. The coefficients are the softmax of the gate's 16 logits, multiplied by a constant
-table. The implementation "autodiff" of `jaxbp.gate_layer` computes all 16 functions instead, as in the literature.
+A gate with inputs a and b mixes 16 functions that are linear in a and in b. The mixture is therefore `c0 + c1 a + c2 b
++ c3 ab`. The coefficients are the softmax of the gate's 16 logits, multiplied by a constant table. `jaxbp.gate_layer`
+with `implementation="autodiff"` computes all 16 functions instead.
 
-Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows. The gather's gradient adds rows in any
-order on a GPU, so gradients can differ between runs.
+Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows. On a GPU, gradients can differ between
+runs, because the gather's gradient adds rows in any order.
 """
 
 import jax
@@ -29,16 +29,14 @@ def gate_layer(logits: Array, wires: Wires, x: Array) -> Array:
 
 
 def gate_layer_backward(dy: Array, logits: Array, wires: Wires, x: Array) -> tuple[Array, Array]:
-    """Return the gradients of `gate_layer` with respect to the logits and x."""
     return jax.vjp(lambda logits, x: gate_layer(logits, wires, x), logits, x)[1](dy)
 
 
 def scores(network: LogicNetwork, x: Array) -> Array:
-    """Compute `network(x)`, the scores of the classes."""
     for layer in network.layers:
         x = gate_layer(layer.logits[...], layer.wires.get_value(), x)
     return x.reshape(len(x), network.classes, -1).sum(-1) / network.tau
 
 
 BASELINES = {"gate_layer": {NAME: gate_layer}, "gate_layer_backward": {NAME: gate_layer_backward}}
-"""Dict from the name of an op to its `Workload.baselines`, which maps the names of rows to functions."""
+"""Dict from the name of an op to its `Workload.baselines`."""

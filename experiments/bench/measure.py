@@ -19,11 +19,11 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time in seconds that a program runs on a GPU before its first timing round, until its time is steady."""
+"""The longest time in seconds that a program runs on a GPU, to become steady, before its first timing round."""
 QUICK_SETTLING_SECONDS = 0.6
-"""`SETTLING_SECONDS` if only times are measured. In this time, a GPU at its power limit may not yet lower its clock."""
+"""`SETTLING_SECONDS` if only times are measured. At its power limit, a GPU may lower its clock only later."""
 NOTHING = 1e-12
-"""A result counts as 0 up to float64 rounding if its norm is below this share of the largest result's norm."""
+"""A result counts as 0 if its norm is below this share of the largest result's norm."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -52,10 +52,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function for arguments or for their shapes and dtypes.
-
-        Return a future whose result is the executable. If the function fails to compile, `result()` raises the error.
-        """
+        """Start to compile a function for arguments or their shapes. Return a future of the executable."""
         try:
             # Tracing and lowering depend on JAX's settings for this thread, so only `compile` runs in the pool.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
@@ -71,7 +68,7 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return all fields of `MEASURED`, with the fields that `run` returns, or with the reason for its failure."""
+    """Return all fields of `MEASURED`: the fields that `run` returns, or the reason for its failure."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
@@ -79,27 +76,24 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) -> dict[str, Any]:
-    """Compile a program that makes `calls` calls, and return the timing fields of a row, per call."""
     return time_compiled(compile_program(program, (arguments,))[0], arguments, calls, seconds)
 
 
 def time_compiled(
     compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False
 ) -> dict[str, Any]:
-    """Return the timing fields of a row, per call, given an executable that makes `calls` calls."""
+    """Return the timing fields of a row, per call, for an executable that makes `calls` calls."""
     timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
 
 def settling_seconds(quick: bool = False) -> float:
-    """Return the longest time in seconds that a program runs on the default device before its first timing round."""
     if jax.default_backend() != "gpu":
         return 0.0
     return QUICK_SETTLING_SECONDS if quick else SETTLING_SECONDS
 
 
 def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
-    """Return the time per call, given the seconds that a program of `calls` calls takes in each round."""
     rounds = [seconds / calls * 1e6 for seconds in round_seconds]
     return {"microseconds": statistics.median(rounds), "round_microseconds": rounds}
 
@@ -108,7 +102,7 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
 
 
 class Accuracy:
-    """Measures the errors of a workload's implementations against float64, at a batch size of at most `error_batch`."""
+    """Measures the errors of implementations against float64, at a batch size of at most `error_batch`."""
 
     def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
         self.batch, self._workload = min(batch, workload.error_batch), workload
@@ -125,20 +119,19 @@ class Accuracy:
 
     @functools.cached_property
     def reference(self) -> list[np.ndarray]:
-        """The floating results of the implementation "autodiff" in float64, computed on the CPU."""
+        """The floating results of `implementation="autodiff"` in float64 on the CPU."""
         arguments = self.arguments
         with float64():
             wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, _wide(a))), arguments)
             return floats(self._reference.result()(*wide))
 
     def submit(self, name: str) -> None:
-        """Start to compile the workload's function for an implementation."""
+        """Start to compile the workload's function."""
         if name not in self._programs:
             function = self._workload.named(name, self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)
 
     def error(self, name: str) -> float:
-        """Return the relative error of an implementation that was submitted before."""
         if name not in self._errors:
             results = floats(self._programs[name].result()(*self.arguments))
             self._errors[name] = relative_error(results, self.reference)
@@ -152,8 +145,8 @@ def _wide(a: Any) -> Any:
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
     """Return the largest ‖result - reference‖ / ‖reference‖ over all pairs of a result and its reference.
 
-    If a reference is 0 up to rounding, the largest norm of all references is the denominator. An example is the
-    gradient of a bias whose effect a following norm removes.
+    If a reference is 0 up to rounding, such as the gradient of a bias before a norm, the denominator is the largest
+    norm of all references.
     """
     norms = [np.linalg.norm(r) for r in reference]
     least = max(NOTHING * max(norms, default=0.0), 1e-300)
@@ -167,5 +160,4 @@ def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray
 
 
 def floats(tree: Any) -> list[np.ndarray]:
-    """Return the floating arrays of a tree, in float64."""
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(tree) if is_float(a)]

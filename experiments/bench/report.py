@@ -15,7 +15,7 @@ HOST_BOUND = 0.05
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return the device, dtypes, precisions, and versions of the report, and on a second line any rates of the GPU."""
+    """Return the device, dtypes, precisions, and versions, and on a second line the rates of a GPU."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
     where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
     if "operations_per_second" not in report:
@@ -38,7 +38,6 @@ def is_host_bound(row: Row) -> bool:
 
 
 def print_table(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print one line per row of the report, grouped by workload and batch size."""
     console = console or Console(width=140)
     console.print(Text(title(report)))
     numbers = ("µs", "× autodiff", "% of roofline", "memory, MiB", "temporary, MiB", "error", "compile, s")

@@ -1,8 +1,7 @@
 """The rows of the report: one per workload, batch size, and way to compute the workload.
 
 The ways are the implementations of jaxbp, baselines (other formulations in plain JAX), and variants of peers (other
-libraries). The programs of a few cases (a workload at one batch size) are compiled concurrently, and then timed one
-after the other. No program is compiled while another is timed, because compilers use the host's cores, and XLA tries
+libraries). No program is compiled while another is timed, because compilers use the host's cores, and XLA tries
 algorithms on the GPU.
 """
 
@@ -24,31 +23,26 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program makes enough calls to take `PROGRAM_SECONDS` on the device at the roofline, but at most `MOST_CALLS` calls.
-This time is ten times the time of a dispatch."""
+"""A program makes enough calls to take `PROGRAM_SECONDS` at the roofline, but at most `MOST_CALLS`. A dispatch takes
+a tenth of this time."""
 CACHE_BYTES = 128 * 2**20
-"""A program also makes enough calls that their arguments together have this size, but at most `MOST_CALLS` calls. The
-size is more than twice the L2 cache of an H200."""
+"""A program also makes enough calls that their arguments together have this size, over twice an H200's L2 cache."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on a group of cases whose programs are compiled before the first of them is timed. The number of cases is
-limited because each executable takes memory. The seconds of tracing are limited so that a time limit leaves time for
-measuring."""
+"""Limits on the cases that are compiled before the first of them is timed. Each executable takes memory, and long
+tracing would leave no time for measuring."""
 
 
 class Settings(NamedTuple):
     """The settings of a `Case`.
 
     Attributes:
-      implementations: the names of jaxbp's implementations to time.
       peers: the modules of the peers to time, by name.
-      variants: which variants of each peer to time.
-      dtype, precision: the dtype of the arrays, and JAX's precision of float32 products.
+      precision: JAX's precision of float32 products.
       seconds: the least duration of a timing round.
-      compile_seconds: whether to time the compilation of every implementation and baseline.
       rates: the rates of this GPU, from `roofline.measured_rates`. Empty on a CPU.
-      times_only: whether to measure only times. Memory and errors need further programs.
-      label: the end of the titles of rows. It names the dtype if the run has several, and likewise the precision.
+      times_only: whether to skip memory and errors, which need further programs.
+      label: the end of the titles of rows, from `label` of `experiments.bench.__main__`.
     """
 
     implementations: Sequence[str]
@@ -64,7 +58,7 @@ class Settings(NamedTuple):
 
 
 class Case:
-    """A workload at one batch size in one dtype and precision. It compiles its programs and measures its rows."""
+    """A workload at one batch size in one dtype and precision."""
 
     def __init__(self, workload: Workload, batch: int, settings: Settings):
         self.workload, self.batch, self.settings = workload, batch, settings
@@ -73,7 +67,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The title of the workload, followed by the label of the settings."""
         return self.workload.title + self.settings.label
 
     @property
@@ -81,7 +74,6 @@ class Case:
         return f"{self.name}, batch {self.batch}"
 
     def row_names(self) -> list[str]:
-        """Return the names of the rows: of jaxbp's implementations, of the baselines, and of the peers' variants."""
         names = [name for name in self._names if name not in self._left_out]
         return names + [name for name, *_ in self._variants(self._task((), ()))]
 
@@ -118,7 +110,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Time the compilation of each implementation and baseline. The caller must not compile anything meanwhile."""
+        """Time the compilation of each implementation and baseline. Meanwhile, nothing else may compile."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):
@@ -129,7 +121,7 @@ class Case:
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
         """Start to compile the programs of all implementations and baselines.
 
-        "pallas" is left out if it launches no kernel. `accuracy` measures the errors; it is None for times only.
+        "pallas" is left out if it launches no kernel. `accuracy` is None if only times are measured.
         """
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
@@ -171,7 +163,6 @@ class Case:
     # -------------------------------------------------------------------------------------------------------- timing
 
     def rows(self, keep_going: Callable[[], bool]) -> Iterator[Row]:
-        """Measure and yield one row after the other, until `keep_going()` is false."""
         sets = range(1 if self.workload.steps else self.calls)
         arguments = jax.block_until_ready(tuple(map(self._draw, sets)))
         names = [name for name in self._names if name not in self._left_out]
@@ -249,7 +240,6 @@ class Case:
 
 
 def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iterator[Row]:
-    """Yield the rows of all cases until `keep_going()` is false."""
     accuracies, cases = {}, list(cases)
     with Compiler() as compiler:
         while cases and keep_going():
@@ -273,8 +263,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
     """Return the rows with an added field `speedup_over_autodiff`.
 
-    The speedup is relative to the fastest row of the same workload and batch size that uses autodiff. These rows are
-    "autodiff" and the baselines.
+    The speedup is over the fastest row of the same workload and batch size whose implementation starts with "autodiff".
     """
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731

@@ -24,8 +24,8 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     """Return the workloads that the cases name; with `batch_last`, only ops, on arrays whose last axis is the batch.
 
     Args:
-      cases: each is "all", "ops", the name of an op or of a training step, or such a name with one size, such as
-        "automaton:32x32". The name of a forward also selects the backwards of the op.
+      cases: each is "all", "ops", or the name of an op or a training step, with or without a size, as in
+        "automaton:32x32". The name of a forward also selects its backwards.
     """
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
@@ -60,8 +60,8 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
     """Return a dict from the first workload of each family to the middle one of its default batch sizes.
 
-    A family is the ops of one module, or the training steps of one kind. The automaton's training step is in the family
-    of the automaton's ops, because these ops and the training step take long to compile.
+    A family is the ops of one module, or the training steps of one kind. The automaton's ops and its training step are
+    one family.
     """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
@@ -74,7 +74,7 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
 
 
 def with_batch_last(workload: Workload) -> Workload:
-    """Return the same workload, on arrays whose last axis is the batch axis instead of the first."""
+    """Return the workload on arrays whose last axis is the batch axis instead of the first."""
 
     def structs(batch):
         arguments = jax.eval_shape(lambda: workload.draw(0, batch, "float32"))

@@ -1,7 +1,6 @@
 """Workloads that are training steps of LeNet, of a mixer, of logic networks, or of an automaton.
 
-The timed program of such a workload is a scan over training steps. Each step computes the loss and its gradients, and
-updates the parameters.
+The timed program is a scan over training steps, which compute the loss and its gradients, and update the parameters.
 """
 
 import functools
@@ -48,10 +47,7 @@ def mixer_workload() -> Workload:
 def logic_workload(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Workload:
-    """Return a training step of a logic network with six layers of `gates` gates, as published for MNIST.
-
-    The inputs are random bits.
-    """
+    """Return a training step of a logic network with six layers of `gates` gates, as published for MNIST."""
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
     # The reference for errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
@@ -93,11 +89,10 @@ class LogicConvSizes(NamedTuple):
     """A published convolutional logic network.
 
     Attributes:
-      shape: the number of channels, the height, and the width of an image.
+      shape: channels, height, and width of an image.
       convolutions: the convolutions of trees of gates, each followed by a max-pool.
       widths: the number of gates in each layer after the convolutions.
-      tau: the divisor of the sum of a class's gates, which gives the score of the class.
-      cpu_batches: the default batch sizes without a GPU.
+      tau: the divisor of the sum of a class's gates.
     """
 
     shape: tuple[int, int, int]
@@ -129,8 +124,8 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
     """Return a training step of the convolutional logic network `LOGIC_CONV[place]`.
 
-    The inputs are uniform random numbers instead of bits. With bits, many values in a pooling window would be equal up
-    to rounding. Rounding would then decide which value is the largest and receives the gradient.
+    The inputs are random numbers instead of bits. With bits, many values in a pooling window would be equal up to
+    rounding, and rounding would decide which value receives the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -159,7 +154,7 @@ def logic_conv_network(
     )
 
 
-# Drawing the wires of hundreds of thousands of gates takes seconds, and each implementation and peer draws the same.
+# Drawing the wires of hundreds of thousands of gates takes seconds.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -185,11 +180,9 @@ def _training_step(
     """Return the workload of a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
-      op, place, options, batches, error_batch: fields of the `Workload`.
-      shape: the shape of one example of the inputs.
+      shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
       draw_inputs: `(key, shape) -> inputs`.
-      optimiser: see `training`.
       baselines: a dict from the name of a row to `(model, inputs) -> scores` in plain JAX.
     """
 
@@ -222,15 +215,14 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Dict from the side length of the grid to a pair: the default batch sizes on a GPU, and on other platforms."""
+"""Dict from the side length of the grid to the default batch sizes on a GPU and on other platforms."""
 TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
     """Return a training step of the automaton `CHECKERBOARD`, whose loss is computed after `TICKS` ticks.
 
-    The workload's `function` takes the name of an implementation, or a rollout `(logits, automaton, state, steps) ->
-    state` in its place.
+    The workload's `function` also accepts a rollout `(logits, automaton, state, steps) -> state` as the implementation.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -271,21 +263,21 @@ def automaton_workload(size: int) -> Workload:
 
 
 class Scaled(NamedTuple):
-    """The parameters and the loss scale of a training step in float16."""
+    """The state of a training step with a loss scale."""
 
     parameters: Any
     scale: LossScale
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """Return the state of a training step: the parameters, or for float16, the parameters with a loss scale."""
+    """Return the state of a training step: the parameters, with a loss scale if the dtype is float16."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
     """Return a function like `jax.value_and_grad(loss)`, whose first argument is the state of a training step.
 
-    For a `Scaled` state, the function also returns whether the gradients are finite, and the next loss scale.
+    For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
     """
 
     def function(state, *arguments):
@@ -307,7 +299,7 @@ def training(
     Args:
       function: returns the loss and the gradients, see `loss_and_gradients`.
       implementation: the implementation of the optimizer.
-      optimiser: `optimiser(implementation=...)` makes the optimizer. By default, it is SGD of Optax.
+      optimiser: `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """
     # "pallas" becomes None, so that jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
     if optimiser is None:

@@ -1,4 +1,4 @@
-"""Workloads, which the bench times, and functions that make the workload of an op of the catalogue at one size."""
+"""The workloads that the bench times, and functions that make the workload of an op of the catalogue."""
 
 import dataclasses
 import functools
@@ -16,11 +16,10 @@ from jaxbp.verify.arguments import is_float
 GATE_OPERATIONS = 24
 """The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward together.
 
-The forward takes three multiply-adds. The backward takes four multiply-adds or products for da and db, and five for the
-gradients of the coefficients c0 to c3. Each multiply-add or product counts as two operations.
+Each multiply-add or product counts as two operations: three in the forward, four for da and db, and five for the
+gradients of the coefficients c0 to c3.
 """
 FORWARD_OPERATIONS = 6
-"""The operations of a gate in its forward: three multiply-adds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,17 +28,15 @@ class Workload:
 
     Attributes:
       op, place: the name of an op and of its size in the catalogue, or the name and the size of a training step.
-      title: the name in reports.
       options: the keyword arguments of an op, or the arguments that make the network of a training step.
-      batches: a pair of the default batch sizes on a GPU and the default batch sizes on other platforms.
+      batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. The implementation may also be a baseline function.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program that calls the function `calls` times. The argument of the
-        program is a tuple of sets of arguments. In training steps, `implementation` is the optimizer's implementation
-        in `jaxbp.optimizers`; "autodiff" stands for Optax.
+      chain: (function, calls, implementation) -> a program of `calls` calls, whose argument is a tuple of sets of
+        arguments. In training steps, `implementation` is the optimizer's implementation; "autodiff" means Optax.
       steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op,
         whose program takes one set of arguments per call.
-      arithmetic: batch -> the multiplications and additions of a call outside of matrix products and convolutions, if
+      arithmetic: batch -> the multiplications and additions per call outside of matrix products and convolutions, if
         every implementation needs them; 0 if they are not counted.
       error_batch: the largest batch size at which results are compared with float64 on the CPU.
       baselines: the name of a row, which starts with "autodiff" -> a function that computes the workload in plain JAX.
@@ -59,17 +56,15 @@ class Workload:
     baselines: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
 
     def named(self, name: str, dtype: str) -> Callable:
-        """Return the function to time for an implementation or a baseline."""
         return self.function(self.baselines.get(name, implementation(name)), dtype)
 
 
 def implementation(name: str) -> str | None:
-    """Return the value of the argument `implementation=` for an implementation's name on the command line."""
     return None if name == "None" else name
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size of the catalogue: a backward alone, or a forward with its gradient."""
+    """Return the workload of an op at one size of the catalogue: a backward, or a forward with its gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -105,9 +100,9 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Return the operations of a call in the gates of an automaton, or 0 for other ops.
+    """Return the operations per call in the gates of an automaton, or 0 for other ops.
 
-    A backward recomputes the forward's gates, except the gates in the last layer of the last tick.
+    A backward recomputes the forward's gates, except for the last layer of the last tick.
     """
     *_, automaton, state = (None, *case.leaves)
     if not isinstance(automaton, AutomatonArgument):
@@ -118,10 +113,7 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return a function `(arrays, cotangents) -> (floating results, other results, gradients)` of an op.
-
-    The cotangents belong to the floating results, and the gradients to the floating arrays.
-    """
+    """Return an op's function `(arrays, cotangents) -> (floating results, other results, gradients)`."""
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -141,7 +133,7 @@ def forward_and_backward(op: Callable) -> Callable:
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
     """Return a program that calls the function with one set of arguments after the other.
 
-    On a GPU, barriers keep the calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
+    On a GPU, barriers keep calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
     """
     function = jax.jit(function)  # traced and lowered once
 

@@ -1,9 +1,9 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-In training, each gate is a relaxed gate: a mixture of all logic functions. The evaluation uses the hardened automaton,
-in which each gate is the logic function with the largest weight. An example is a pair of a seed and the number of the
-optimizer step (update) that draws it. The seed determines the start state. The first seed of a batch also determines
-which cells fire and which gates are hard.
+Training uses relaxed gates, which mix all logic functions. The evaluation uses the hardened automaton, in which each
+gate is the logic function with the largest weight. An example is a pair of a seed and the number of the optimizer step
+(update) that draws it. The seed determines the start state. The first seed of a batch also determines which cells fire
+and which gates are hard.
 """
 
 import dataclasses
@@ -53,13 +53,13 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""Training in which a growing share of the gates is hard."""
+"""Training with a growing share of hard gates."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""Training that rounds a tenth of the values of the state to 0 or 1 before each tick."""
+"""Training that rounds a tenth of the state's values to 0 or 1 before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
 """Many short attempts at training on a small grid, each with new initial gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Training with weight decay, which keeps the gates from becoming almost hard, so that they continue to learn."""
+"""Training with weight decay, which keeps gates from becoming almost hard, so that they continue to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of the setting `field` at an update. It is 0 until `hard_from`, and then grows linearly."""
+        """Return the value of the setting `field` at an update: 0 until `hard_from`, then growing linearly."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

@@ -1,9 +1,9 @@
 """The input, a or b, that each gate of an automaton passes on at the start of training.
 
-If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. With the
-setting `first_gates="drawn"`, each gate's input is drawn at random. `"returning"` repeats the draw until a value that
-leaves the first channel is back in the first channel after two ticks. `"separating"` draws repeatedly and takes the
-draw with the fewest `confused` cells.
+If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. The setting
+`first_gates="drawn"` draws the input of each gate. `first_gates="returning"` repeats the draw until a value that leaves
+the first channel is back there after two ticks. `first_gates="separating"` takes the draw with the fewest `confused`
+cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells are wrong in the last state for the best function in the last tick.
+    """Return how many cells are wrong after the last tick, if this tick applies the best function of the neighborhoods.
 
-    The first `steps - 1` ticks move values as drawn. In the last tick, each cell applies the same function to its
-    neighborhood. If cells with equal neighborhoods have different targets, no function is right for all of them.
+    The earlier ticks move values as drawn. If cells with equal neighborhoods have different targets, no function is
+    right for all of them.
 
     Args:
       start: the start state, (height, width, channels).
@@ -67,10 +67,8 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the source of its value in a tick: a channel, and a cell of the neighborhood.
-
-    The nine cells of the neighborhood are numbered in row-major order.
-    """
+    """Return the source of each channel's value in a tick: a channel, and a cell of the neighborhood in row-major
+    order."""
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
@@ -93,7 +91,7 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the first channel gets its value from the first channel two ticks before, over another channel.
+    """Return whether a value that leaves the first channel returns to it after two ticks, via another channel.
 
     Both ticks must move the value by one cell in the same diagonal direction.
     """
@@ -102,7 +100,7 @@ def _returns(sources: Sequence[tuple[int, int]]) -> bool:
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the neighborhoods of all cells, (height, width, 9, channels)."""
+    """Return the neighborhoods, (height, width, 9, channels)."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)

@@ -103,8 +103,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number of the attempt, counted from 0, to which an epoch belongs. An attempt is a new start of
-        training within a run, with new initial parameters."""
+        """Return the number, from 0, of an epoch's attempt. Each attempt trains from new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -120,7 +119,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for a run of `steps` steps. None stands for Adam with the settings of this config."""
+        """Return the optimizer for a run of `steps` steps. None means Adam with the settings of this config."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
@@ -162,10 +161,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Return the config from which `to_dict` made `saved`.
-
-    An older version may have saved fewer fields. The missing fields get their defaults.
-    """
+    """Return the config from which `to_dict` made `saved`. Fields that an older version lacked get their defaults."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
@@ -182,7 +178,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that affect results and differ, as a dict from a field to its values (saved, new)."""
+    """Return the settings that affect results and differ, as a dict from each field to (saved value, new value)."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -194,8 +190,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 def resumed(saved: Config, config: Config) -> Config:
     """Return the config of a resumed run: `saved`, with `FIELDS_WITHOUT_EFFECT` and any higher `epochs` of `config`.
 
-    Raises:
-      UserError: (a ValueError) if another field of the two configs differs.
+    Raise UserError if another field differs.
     """
     more = saved.extended(config.epochs) if config.epochs > saved.epochs else saved
     differing = differences(dataclasses.replace(saved, epochs=more.epochs), config)

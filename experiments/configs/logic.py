@@ -29,7 +29,7 @@ RECIPES: dict[DatasetName, Recipe] = {
 class GateConfig(ImageConfig):
     """Settings of a network of logic gates on images of bits.
 
-    Training uses relaxed gates, which mix all logic functions. The evaluation uses hard gates: in each gate, only the
+    Training uses relaxed gates, which mix all logic functions. The evaluation uses hard gates: each gate is only the
     function with the largest weight.
     """
 

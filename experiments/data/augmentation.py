@@ -10,10 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Shift each image by random numbers of rows and columns, each uniform in -pixels, ..., pixels.
-
-    Pixels from outside the image are zeros.
-    """
+    """Shift each image by random numbers of rows and columns in -pixels, ..., pixels, and fill with zeros."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
@@ -23,12 +20,11 @@ def shift(
 def distort(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: float, knots: int = 4
 ) -> Float[Array, "batch channels height width"]:
-    """Distort each image by a smooth random field of displacements, in pixels.
+    """Distort each image by a smooth random field of displacements.
 
-    At knots x knots points, displacements are drawn from a normal distribution with standard deviation `pixels`.
-    Between these points, displacements are interpolated cubically. All channels of an image have the same
-    displacements. Each pixel is then read at its displaced position, with bilinear interpolation and zeros outside the
-    image.
+    Displacements are drawn at knots x knots points, with standard deviation `pixels`, and interpolated cubically. They
+    are the same for all channels. Each pixel is read at its displaced position, with bilinear interpolation and zeros
+    outside the image.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
     ICDAR 2003. The fields in the paper are smoothed noise instead of interpolated noise.

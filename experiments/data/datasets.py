@@ -25,9 +25,8 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width of each dataset's images."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest accepted number of items (images or labels) in a file, so that a file fits in memory."""
+"""The largest accepted number of items (images or labels) in a file, so that it fits in memory."""
 
-# Fashion-MNIST's files have the same names as MNIST's.
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -84,10 +83,10 @@ def load(
 
     Args:
       data_dir: the folder of the dataset's files. None: `jaxbp/<name>` in the user's cache folder. MNIST and
-        Fashion-MNIST have IDX files, plain or gzipped; missing files are downloaded into the folder. CIFAR-10 has
-        binary files, which are never downloaded. The digits need no files.
+        Fashion-MNIST have IDX files, plain or gzipped; missing files are downloaded. CIFAR-10 has binary files, which
+        are never downloaded. The digits need no files.
       mirrors: base addresses to download from, tried in this order. None: known mirrors.
-      md5: a dict from the names of files that may be downloaded to their MD5 checksums. None: the official checksums.
+      md5: the MD5 checksums of the files that may be downloaded, by name. None: the official checksums.
 
     Raises:
       UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
@@ -164,7 +163,6 @@ def _digits() -> Dataset:
 
 
 def read_cifar10(path: Path) -> tuple[UInt8[np.ndarray, "images 3 32 32"], UInt8[np.ndarray, " images"]]:
-    """Read the images and labels of one of CIFAR-10's binary files."""
     if not path.is_file():
         files = ", ".join(name for names in CIFAR10_FILES.values() for name in names)
         raise FileNotFoundError(f"{path.name} is not in {path.parent}; wants CIFAR-10's binary files there: {files}")

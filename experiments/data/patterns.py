@@ -61,7 +61,7 @@ def letter() -> Bool[np.ndarray, "16 16 3"]:
 def life_step(boards: Shaped[Array, "*batch height width"]) -> Bool[Array, "*batch height width"]:
     """Return the boards after one tick of the Game of Life on a torus.
 
-    A cell is alive in the next state if it has three living neighbors, or if it is alive and has two living neighbors.
+    A cell lives next if it has three living neighbors, or if it lives and has two living neighbors.
     """
     alive = jnp.asarray(boards, jnp.int32)
     with_own = sum(jnp.roll(alive, (down, right), axis=(-2, -1)) for down in (-1, 0, 1) for right in (-1, 0, 1))

@@ -6,25 +6,22 @@
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
 A program is an op of the catalogue with random shapes, options, implementation, dtype, and JAX transformation, such as
-vmap. A case is a program with one kind of data (`program.DATA`). The seed and the number of a case determine the case.
-`jaxbp/verify/judge.py` describes the comparison with autodiff in float64.
+vmap. A case is a program with one kind of data (`program.DATA`), determined by the seed and the case's number.
+`jaxbp/verify/judge.py` describes the comparison.
 
-Cases run in `--processes` child processes. If a process dies, or gives no answer for `--case-seconds`, its case counts
-as a crash. A crashed case runs again with autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is
-reduced as long as it still fails, and printed as Python code. The exit code is 1 after a failure, or after a crash of a
-case that does not crash with autodiff. The JSON file has the fields of every result file
-(`experiments/output/results.py`), and:
+If a child process dies, or gives no answer for `--case-seconds`, its case counts as a crash, and runs again with
+autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is reduced as long as it still fails, and
+printed as Python code. The exit code is 1 after a failure, or after a crash that does not occur with autodiff. The JSON
+file has the fields of every result file (`experiments/output/results.py`), and:
 
-    seed, cases            the cases with the numbers 0 to cases - 1 of this seed were run
-    seconds                the time that these cases took
-    refused                the number of cases that a kernel does not support (NotImplementedError)
-    lost                   the number of cases that did not run, because the process died in an earlier case of their
-                           program
-    counts                 the number of cases for each op, implementation, transformation, dtype, and kind of data
-    failures               one object per failure: the number and op of the case, what is wrong, and the code that
-                           reproduces the failure
-    crashes                one object per crash: the number and op of the case, how the process ended, its output, how a
-                           process with autodiff ended (null without a crash), and the code that reproduces the crash
+    seed, cases    the cases with the numbers 0 to cases - 1 of this seed were run
+    seconds        the time that these cases took
+    refused        the number of cases that a kernel does not support (NotImplementedError)
+    lost           the number of cases that did not run, because an earlier case of their program crashed
+    counts         the number of cases for each op, implementation, transformation, dtype, and kind of data
+    failures       one object per failure: the number and op of the case, what is wrong, and code that reproduces it
+    crashes        one object per crash: the number and op of the case, how the process ended, its output, how a process
+                   with autodiff ended (null without a crash), and code that reproduces the crash
 """
 
 import collections

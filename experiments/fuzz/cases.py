@@ -24,14 +24,11 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws of shapes and options, until autodiff accepts them."""
+"""The largest number of draws until autodiff accepts one."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case of the op with random shapes and options that the op accepts.
-
-    If the op accepts none of `MOST_DRAWS` draws, return the catalogue's small case.
-    """
+    """Return a case with random shapes and options, or the small case if the op accepts none of `MOST_DRAWS` draws."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -64,10 +61,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the catalogue's small case with random sizes.
-
-    Sometimes the leading axis that arguments share is left out, or an additional leading axis is added to them.
-    """
+    """Return the catalogue's small case with random sizes, sometimes with one leading axis less or more."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"

@@ -1,4 +1,4 @@
-"""Draw random programs and their data. A program is an op with shapes, options, a dtype, and a JAX transformation."""
+"""Random programs and their data. A program is an op with shapes, options, a dtype, and a JAX transformation."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""Kinds of data. Each program runs on data of every kind, because compiling a program takes longer than running it.
+"""Kinds of data. Each program runs on data of every kind, because compiling takes longer than running.
 
 The kind "with ruled-out entries" puts -inf into the first argument, and zeros into weights. The kind "under a mask"
 sets half of the cotangents to 0, and uses the special values of "with special values".
@@ -53,7 +53,7 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments: floats of a kind of `DATA`, and integers that are the same in every draw."""
+        """Draw floats of a kind of `DATA`, and integers that are the same in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -69,13 +69,14 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return the cotangent with zeros at invalid labels, and for the kind "under a mask" at random elements."""
+        """Return the cotangent with zeros at invalid labels, and for the kind "under a mask" also at random
+        elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that is true where a label is a valid class. Every third label of the last axis is invalid."""
+        """Return a mask of the valid labels. Every third label of the last axis is invalid."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -126,7 +127,7 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        Convolutions get no such values. They may be computed as products in which zeros meet these values.
+        Convolutions get none, because they may be computed as products in which zeros meet these values.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

@@ -1,7 +1,6 @@
 """Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN.
 
-The gradients of jaxbp's ops are defined in this way. JAX's autodiff of `jnp.max` divides the gradient among the equal
-values instead.
+jaxbp's gradients are defined in this way. JAX's autodiff of `jnp.max` divides the gradient among equal values instead.
 """
 
 import functools

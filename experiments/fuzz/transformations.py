@@ -14,7 +14,7 @@ def vmapped(function):
 
 
 def vmapped_in_one(function):
-    """Return a function as in `vmapped`, which maps over the first argument only."""
+    """Return `function` under `vmap` as in `vmapped`, but over the first argument only."""
 
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
@@ -23,7 +23,7 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function of the arguments x, which computes `function(x) + function(x / 2)` in a scan."""
+    """Return a function that computes `function(x) + function(x / 2)` in a scan."""
 
     def total(*values):
         def tick(totals, values):
@@ -40,7 +40,7 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""Transformations for which the fuzzer computes second derivatives, by `jaxbp.verify.derivatives.derivative`."""
+"""Transformations for which the fuzzer computes second derivatives."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,

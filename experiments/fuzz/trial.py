@@ -21,10 +21,10 @@ FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
 TF32 = TOLERANCES["float16"]
 """The tolerance for float32 if products may use TF32, which has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number, because the terms of a
-sum may be larger than the sum."""
+"""A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number, because terms of a sum
+may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""XLA's options to keep every rounding, and to switch off LLVM's optimizations, so that programs compile faster."""
+"""XLA's options to keep every rounding, and to compile faster, without LLVM's optimizations."""
 
 
 class Trial:
@@ -49,7 +49,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result, or None if all results are correct.
+        """Return a description of the first wrong result, or None.
 
         Raise NotImplementedError if the implementation does not support the program.
         """

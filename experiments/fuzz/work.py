@@ -17,7 +17,7 @@ from jaxbp.verify.arguments import Arguments
 MOST_TRIALS = 15
 CLEARED_EVERY = 200
 REFUSED = "refused"
-"""The message of the outcome of a case that a kernel does not support."""
+"""The message if a kernel does not support a case."""
 _tasks = itertools.count(1)
 
 
@@ -44,7 +44,7 @@ class Outcome:
 
     Attributes:
       draw: the index of the case's kind of data in `DATA`.
-      message: what is wrong, `REFUSED`, or None if nothing is wrong.
+      message: what is wrong, `REFUSED`, or None.
       lines: code that reproduces a failure.
     """
 
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw of the task. After a failure, also yield an outcome with code of a reduced case."""
+    """Yield one outcome per draw of the task, and after each failure, also the code of a reduced case."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

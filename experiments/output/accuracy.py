@@ -1,7 +1,7 @@
 """Measure, print, and save the accuracy of ops for `experiments.check --accuracy`.
 
-Each row is for one op, dtype, and implementation. It gives the location of the data with the worst error: an offset and
-a scale of an argument or of all arguments.
+Each row is for one op, dtype, and implementation. It has the location of the data with the worst error: an offset and a
+scale of one argument or of all arguments.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from experiments.output.results import finite, keep, provenance
 from jaxbp.catalogue import Entry
 
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
-"""Fewer locations and draws, for convolutions and kernels without a GPU, which are slow."""
+"""Fewer locations and draws, for convolutions and for kernels without a GPU."""
 MORE = 8
-"""The factor by which the number of draws grows when a location is measured again."""
+"""The factor for the number of draws when a location is measured again."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -37,7 +37,7 @@ def measure(
 ) -> bool:
     """Measure one op after another, and print and save its rows. Return whether every error is allowed.
 
-    Rows in the file `path` whose errors are allowed are kept and not measured again.
+    Rows in the file `path` whose errors are allowed are not measured again.
     """
     report = {**provenance(command), "passed": True, "rows": _kept(path)}
     done = {(row["op"], row["dtype"], row["implementation"]) for row in report["rows"]}

@@ -1,6 +1,6 @@
 """Write one HTML file, which runs a hardened cellular automaton in the browser, also offline.
 
-The automaton's netlist is translated to JavaScript. Each bitwise operation computes a gate for the 32 cells of a word.
+Each bitwise operation of its JavaScript computes a gate for the 32 cells of a word.
 """
 
 import json
@@ -31,11 +31,11 @@ def write_page(
     fire_rate: float = 1.0,
     visible: int | None = None,
 ) -> None:
-    """Write the page. If there is a target, the page shows it next to the grid, and counts the cells that equal it.
+    """Write the page. The page shows a target next to the grid, and counts the cells that equal it.
 
     Args:
       fire_rate: the probability that a cell updates in a tick.
-      visible: the first `visible` channels are shown. None: as many channels as the target has, or 1 without a target.
+      visible: the number of leading channels to show. None: as many as the target has, or 1 without a target.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -74,7 +74,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state as text: channel by channel, row by row, with eight hexadecimal digits per 32 cells of a row."""
+    """Encode a state by channel and row, with eight hexadecimal digits per 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

@@ -28,10 +28,10 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Dict from a number of channels to the colors of a cell. Bit i of a color's index is the value of channel i."""
+"""Colors of a cell for each number of channels. Bit i of a color's index is the value of channel i."""
 FRAMES = 8
 GIF_PIXELS = 384
-"""The longer side of a GIF in pixels is at most this, or one pixel per cell for larger grids."""
+"""The longer side of a GIF has at most this number of pixels, or one pixel per cell for larger grids."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -48,9 +48,8 @@ def write_pictures(
 ) -> list[Path]:
     """Write pictures of three runs of `ticks` ticks, and return the paths of the files.
 
-    The first run starts from `initial_state`, and the second from `large_state`. The third run starts from the last
-    state of the first run, in which a square is destroyed. The pictures show the first `visible` channels. `fire_rate`
-    and `seed` are arguments of `CellularCircuit.run`.
+    The runs start from `initial_state`, from `large_state`, and from the last state of the first run, in which a square
+    is destroyed. The first `visible` channels are shown.
     """
 
     def run(state, number):
@@ -71,7 +70,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a central square. By default, its side is half of the grid's shorter side."""
+    """Return the state with zeros in a central square, by default half as long as the grid's shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2
@@ -111,7 +110,6 @@ def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], v
 
 
 def animation(states: Bool[np.ndarray, "ticks height width channels"], visible: int = 1) -> bytes:
-    """Return a GIF with one frame per tick and a pause at the end."""
     scale = max(1, GIF_PIXELS // max(states.shape[1:3]))
     palette = [int(COLOURS[name][i : i + 2], 16) for name in PALETTES[visible] for i in (1, 3, 5)]
     first, *others = [_frame(frame, scale, palette) for frame in picture(states, visible)]

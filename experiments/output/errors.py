@@ -20,14 +20,14 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. The message says which setting, its value, and the wanted value.
+    """An invalid setting or file from the user.
 
-    A command prints only the message of a `UserError`. Other `ValueError`s show a traceback.
+    A command prints only the message. Other `ValueError`s show a traceback.
     """
 
 
 class BrokenRun(Exception):
-    """A run cannot continue because of its files, for example because a checkpoint is corrupt."""
+    """A run cannot continue because of its files, such as a corrupt checkpoint."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -41,8 +41,7 @@ def run_command(
 
     Args:
       config: the dataclass of the settings, or a union of dataclasses, one per subcommand.
-      module: the name of the module after `python -m`, which may be followed by a subcommand.
-      args: the arguments; None for those in `sys.argv`.
+      module: the text after `python -m`: a module, possibly with a subcommand.
       options: further arguments of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
@@ -59,7 +58,7 @@ def run_command(
 def exit_code(command: Callable[[], int]) -> int:
     """Run the command and return its exit code. After an expected exception, print one line on stderr.
 
-    Characters that stdout cannot encode are printed as escapes. File names that are not UTF-8 have such characters.
+    Characters that stdout cannot encode, as in file names that are not UTF-8, are printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -80,10 +79,7 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return the names, or all known names if there are none.
-
-    Raise UserError if a name is unknown. The message suggests similar known names, or lists all known names.
-    """
+    """Return the names, or all known names if there are none. Raise UserError if a name is unknown."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
@@ -102,7 +98,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Return a context in which Ctrl-C raises `Stopped`, whose message names the file with the results so far."""
+    """Return a context in which Ctrl-C raises `Stopped`. Its message names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -115,7 +111,7 @@ def _in_words(error: OSError) -> str:
 
 
 def warn(message: str) -> None:
-    """Print a warning on stderr, in one line. The message says what is wrong, and how the command continues."""
+    """Print a one-line warning on stderr, which says what is wrong, and how the command continues."""
     _said(f"warning: {message}", 0)
 
 

@@ -11,8 +11,7 @@ SUFFIX = ".jaxbp-tmp"
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to `path`, so that a reader sees either the old file or the complete new file.
 
-    If the process is killed while it writes, a temporary file can stay in the folder (`is_leftover`). An OSError names
-    the file `path`.
+    If the process is killed while it writes, a temporary file may remain (`is_leftover`). An OSError names `path`.
     """
     temporary = temporary_name(path)
     try:
@@ -30,14 +29,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file. Raise OSError for special files, such as pipes, because reading them could block."""
+    """Read a regular file. Raise OSError for pipes and other special files, because reading them could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
 
 
 def to_disk(*paths: Path) -> None:
-    """Wait until the contents of the files, or the file names in the folders, are on disk."""
+    """Wait until the contents of files, or the file names in folders, are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -58,5 +57,5 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether `path` is a temporary file or folder, which only a killed process leaves behind."""
+    """Return whether `path` is a temporary file or folder of a killed process."""
     return path.name.startswith(".") and path.name.endswith(SUFFIX)

@@ -30,7 +30,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""The name of an environment variable with the commit, for source files without a Git history."""
+"""The environment variable with the commit, for source files without a Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -49,7 +49,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the value of the field `commit` for the Git checkout in the folder `root`."""
+    """Return the value of the field `commit`."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -72,7 +72,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return the value with `otherwise(number)` in place of each number that is not finite, which JSON cannot hold."""
+    """Return the value with `otherwise(number)` in place of infinities and NaN, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

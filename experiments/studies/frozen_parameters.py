@@ -8,9 +8,9 @@ The model is a stack of blocks with frozen parameters and with adapters (LoRA, E
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-Here, h is n or the result of gelu. The arrays scale, bias, w, and b are frozen; down and up are an adapter. Each row of
-the report is for one compiled program, which computes the gradients of the `wanted` parameters: "adapters", or "all"
-with the frozen parameters. The row has the time in microseconds, and the bytes of results and of temporary memory.
+Here, h is n or the result of gelu. The arrays scale, bias, w, and b are frozen; down and up are an adapter. Each row is
+for one program, which computes the gradients of the `wanted` parameters: "adapters", or "all". The row has the time in
+microseconds, and the bytes of results and of temporary memory.
 """
 
 import argparse
@@ -64,10 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`: the adapters of all blocks, their frozen parameters, x, and dy.
-
-    x and dy have the shape `(rows, features)`.
-    """
+    """Return the arguments of `loss`: adapters and frozen parameters of all blocks, and x and dy `(rows, features)`."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -78,7 +75,7 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws arrays from a normal distribution with standard deviation `n ** -0.5`, where n is the last axis's size."""
+    """Draws arrays with standard deviation `n ** -0.5`, where n is the size of the last axis."""
 
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0
@@ -89,7 +86,7 @@ class _Normal:
 
 
 def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
-    """Return the sum over all elements of dy times y, in float32, where y is the result of the last block."""
+    """Return the sum of dy times y in float32, where y is the result of the last block."""
     linear = functools.partial(jaxbp.linear, implementation=implementation)
 
     def adapted(h, parameters, adapter):

@@ -3,9 +3,9 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with a fixed number of examples per device. It times each step on one GPU without a mesh,
-on a mesh of one GPU, on a mesh of all GPUs, and on a mesh of all GPUs with the compiler options `OVERLAPPING`.
-`compile` compiles the steps for eight H200 GPUs, which need not be present, and lists the collectives in the programs.
+`measure` times training steps with a fixed number of examples per device: on one GPU without a mesh, on a mesh of one
+GPU, and on a mesh of all GPUs, without and with the compiler options `OVERLAPPING`. `compile` compiles the steps for
+eight H200 GPUs, which need not be present, and lists the collectives in the programs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Compiler options with which XLA sums a layer's gradients over the GPUs during the backward of the layer before."""
+"""Compiler options with which XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 COMPILED_FOR = 8
 SECONDS = 0.03
@@ -58,10 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes and shardings of a step's arguments.
-
-    Parameters are replicated. Data is sharded along the batch axis, with `examples` examples per device.
-    """
+    """Return the shapes and shardings of a step's arguments, with `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -80,10 +77,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield one row per workload and number of examples, with the microseconds of a step in each of the four settings.
-
-    The programs are compiled concurrently.
-    """
+    """Yield one row per workload and number of examples, with the microseconds of a step in the four settings."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -132,8 +126,8 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Inside the `with` statement, the default device is an absent GPU, and nothing can run. So the functions, which
-    # run code to build a model, are built before.
+    # Inside the `with` statement, the default device is an absent GPU, and nothing can run. The functions run code to
+    # build a model, so they are built before.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):
@@ -155,11 +149,8 @@ def communicated(program: str) -> dict[str, Any]:
     """Count the collectives and jaxbp's kernels in a compiled program.
 
     Returns:
-      A dict with these keys:
-      collectives: a dict from each kind of collective to its number.
-      bytes: the size of the results of all collectives.
-      kernels: the number of jaxbp's kernels.
-      kernels_meanwhile: the number of jaxbp's kernels that run between the start and the end of a collective.
+      A dict with the keys `collectives` (the number of each kind), `bytes` (the size of their results), `kernels`, and
+      `kernels_meanwhile` (the kernels that run during a collective).
     """
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():

@@ -4,14 +4,11 @@
     python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
-The defaults are float32, "pallas", and the precision "default". The profile has jaxbp's kernels and the matrix products
-of cuBLAS and CUTLASS. With the implementation "None", it also has XLA's fusions.
+The defaults are float32, `implementation="pallas"`, and `precision="default"`. The profile has jaxbp's kernels and the
+matrix products of cuBLAS and CUTLASS. With `implementation=None`, it also has XLA's fusions.
 
-Each workload runs in a separate process under the profiler, so that a failure affects only the workload's rows. The
-profiler runs each kernel several times. Before each time, it restores the memory and flushes the caches, so kernels
-take longer than in a normal run. CUDA graphs are disabled.
-
-The result file has one row per launch of a kernel. Each row contains:
+The profiler restores the memory and flushes the caches before each run of a kernel, so kernels take longer than in a
+program. CUDA graphs are disabled. The result file has one row per launch of a kernel. Each row contains:
 
 - the time in microseconds, and the registers per thread
 - percentages of the device's peak: the throughput of DRAM, of L2, of L1 with shared memory, and of the busiest unit of
@@ -60,7 +57,6 @@ DEFAULT = [
 ]
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 KERNELS = "conv2d|correlate|pool|cross_entropy|layer|linear|tree|automaton|sum_|gemm|nvjet|cutlass|xmma"
-"""Pattern for the names of the kernels to profile."""
 SECONDS = 100
 PROGRAM = "experiments.studies.profiles"
 ENVIRONMENT = {
@@ -135,7 +131,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Profile a workload with Nsight Compute. Return the profiler's CSV output, or an empty string if there is none."""
+    """Return the profiler's CSV output for a workload, or an empty string if there is none."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]

@@ -4,8 +4,7 @@
                 that are not trained), the checksums of the files in state/, and the checksum of run.json
     state/      the parameters and the state of the optimizer, written by Orbax
 
-A checkpoint's folder gets its final name when all its files are on disk. A file whose checksum does not match is never
-used.
+A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
 """
 
 import collections
@@ -42,12 +41,11 @@ class Checkpoint:
     """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the state before the first epoch.
 
     Attributes:
-      epoch: the number of the epoch after which the checkpoint was written.
       config: the settings, as from `configs.to_dict`.
       constants: the checksum of the model's variables that are not trained, or None if there are none.
       metrics: the metrics of each completed epoch.
-      files: a dict from the path of each file within `state/` to the file's checksum.
-      folder: the folder that holds the checkpoints of all epochs.
+      files: the checksum of each file, by its path within `state/`.
+      folder: the folder of all checkpoints.
     """
 
     epoch: int
@@ -63,7 +61,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """A dict from the path of each array to its shape and dtype. The arrays are not read."""
+        """The shape and dtype of each array, by its path. The arrays are not read."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -76,7 +74,6 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[tuple[ocp.Checkpointer, Path]]:
-        """Yield an Orbax checkpointer and the path of the state. If reading the state fails, BrokenRun is raised."""
         try:
             with _for_orbax(self.path) as folder, _orbax() as orbax:
                 yield orbax, folder / STATE
@@ -85,7 +82,7 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoint:
-    """Write the folder of a checkpoint atomically, and return the checkpoint with the checksums of its files."""
+    """Write a checkpoint atomically, and return it with the checksums of its files."""
     unfinished = temporary_name(checkpoint.path)
     try:
         unfinished.mkdir()
@@ -95,7 +92,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         sums = {str(file.relative_to(unfinished / STATE)): _checksum(file.read_bytes()) for file in files}
         checkpoint = dataclasses.replace(checkpoint, files=sums)
         write_run(checkpoint, unfinished)
-        remove(checkpoint.path)  # an existing folder of this epoch is corrupt, because the run did not resume from it
+        remove(checkpoint.path)  # an existing folder of this epoch is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
         # After Ctrl-C, threads of Orbax may still write into the folder. When the run resumes, it removes the folder.
@@ -113,7 +110,6 @@ def write_run(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `state/` in the folder. Raise OSError, for example if the disk is full."""
     try:
         with _for_orbax(folder) as plain, _silent_threads(), _orbax() as orbax:
             orbax.save(plain / STATE, traverse_util.unflatten_dict(dict(arrays), sep="/"))
@@ -126,7 +122,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax. They print tracebacks of errors that Orbax's `save` also raises."""
+    """Silence the threads of Orbax. They print tracebacks of errors that `save` also raises."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -143,10 +139,9 @@ def _silent_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield an absolute path to the folder, in a form that Orbax accepts.
+    """Yield an absolute path to the folder in a form that Orbax accepts: a symbolic link if necessary.
 
-    Orbax fails if a path has a `[`, a backslash, or a name that is not UTF-8. Paths with unusual characters are
-    therefore replaced by a symbolic link.
+    Orbax fails if a path has a `[`, a backslash, or a name that is not UTF-8.
     """
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
@@ -166,7 +161,7 @@ def _orbax():
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint in a folder and verify all checksums. Raise BrokenRun if the checkpoint is not intact."""
+    """Read the checkpoint in a folder. Raise BrokenRun if a checksum does not match."""
     file = path / RUN
     try:
         run = json.loads(_bytes(file))
@@ -193,7 +188,6 @@ def path_of(folder: Path, epoch: int) -> Path:
 
 
 def epochs(folder: Path) -> list[int]:
-    """Return the epochs of which there is a checkpoint, with the last epoch first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True)
 
@@ -203,7 +197,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Return the state from which `to_arrays` made the arrays. It has the structure of the state `like`.
+    """Return the state from which `to_arrays` made the arrays, with the structure of `like`.
 
     Raise BrokenRun, as in `check_like`, if the arrays do not fit `like`.
     """
@@ -214,8 +208,8 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
-    Call it with `Checkpoint.shapes` before the arrays are read, because a small file can claim an array that does not
-    fit in memory.
+    Check `Checkpoint.shapes` before reading arrays, because a small file can claim an array that does not fit in
+    memory.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
@@ -229,10 +223,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from the paths of the leaves to the leaves.
-
-    NNX variables have a single leaf, named `value`. Its path is the path of the variable, without `/value`.
-    """
+    """Return the leaves by path. The only leaf of an NNX variable, `value`, has the path of the variable."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

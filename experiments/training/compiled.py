@@ -1,4 +1,4 @@
-"""Translate hardened networks, which are circuits of fixed logic functions, to C, and load the compiled code."""
+"""Translate circuits (hardened networks) to C, and load the compiled code."""
 
 import ctypes
 import subprocess
@@ -18,7 +18,7 @@ AnyCircuit = Circuit | ConvolutionalCircuit | Netlist
 
 
 def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that computes the same as `circuit.evaluate`, by the circuit's C code, compiled in `folder`."""
+    """Return a function that computes `circuit.evaluate` by compiled C code."""
     function = load(circuit.to_c("circuit"), compiler, folder).circuit
     return lambda x: _called(function, x, np.empty((circuit.outputs, x.shape[1]), np.uint32))
 
@@ -26,7 +26,7 @@ def compiled(circuit: AnyCircuit, compiler: str, folder: Path) -> Callable[[np.n
 def compiled_classifier(
     circuit: AnyCircuit, classes: int, compiler: str, folder: Path
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from packed samples `(inputs, words)` to classes, by the circuit's compiled C code."""
+    """Return a function from packed samples `(inputs, words)` to classes, which runs compiled C code."""
     function = load(circuit.to_c("circuit", classes), compiler, folder).circuit_classify_words
     return lambda x: _called(function, x, np.empty(WORD_BITS * x.shape[1], np.intc))
 
@@ -41,7 +41,7 @@ def _called(function: Callable, x: np.ndarray, result: np.ndarray) -> np.ndarray
 def compiled_automaton(
     automaton: CellularCircuit, compiler: str, folder: Path
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Return a function from a grid `(h, w, c)` and a number of ticks to the last grid, by the automaton's C code."""
+    """Return a function from a grid `(h, w, c)` and a number of ticks to the last grid, which runs compiled C code."""
     function = load(automaton.to_c("automaton"), compiler, folder).automaton
 
     def run(state, ticks):

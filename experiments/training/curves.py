@@ -23,11 +23,10 @@ def draw(
     predictions: np.ndarray | None,
     names: tuple[str, str] = ("train", "test"),
 ) -> bytes:
-    """Return a PNG with the loss and the error rate of each epoch, and below these curves misclassified test images.
+    """Return a PNG with the loss and the error rate of each epoch, above misclassified test images.
 
-    Args:
-      predictions: the predicted classes `(N,)` of the N test images. If None, no images are shown.
-      names: the names of the training curve and of the test curve.
+    No images are shown if `predictions`, the predicted classes of the test images, is None. `names` are the names of
+    the training curve and of the test curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:

@@ -14,7 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices that a run uses. By default, it is the largest that divides the batch size."""
+    """Return the number of devices of a run. By default, it is the largest that divides the batch size."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
@@ -51,8 +51,8 @@ def shares(mesh: Mesh) -> NamedSharding:
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return the function `loss(params, inputs, targets)`, with the examples of a batch divided among the devices.
 
-    Each device computes the losses of its examples. The parameters' gradients are summed over the devices in the dtype
-    of the parameters. If XLA divided the computation by itself, it would sum in the dtype in which the model computes.
+    The parameters' gradients are summed over the devices in the dtype of the parameters. If XLA divided the work, it
+    would sum in the dtype in which the model computes.
     """
     batch = PartitionSpec(EXAMPLES)
     # `check_vma=True` requires that kernels declare the mesh axes along which their results vary. jaxbp's do not.
@@ -60,7 +60,7 @@ def shared(loss: Callable, mesh: Mesh) -> Callable:
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Return the arrays with a copy on each device of the mesh. Every process must pass equal arrays."""
+    """Return the arrays with a copy on each device. Every process must pass equal arrays."""
     sharding = whole(mesh)
 
     def placed(array):

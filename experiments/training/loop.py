@@ -1,7 +1,6 @@
 """The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices.
 
-The model is split once into its parameters and a pure function. The carry of the scan is a `TrainState`. It is donated
-to the compiled epoch, and saved in checkpoints.
+The carry of the scan is a `TrainState`, which is donated to the compiled epoch, and saved in checkpoints.
 """
 
 import dataclasses
@@ -30,13 +29,13 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Share = Callable[[Array], Array]
 
-# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner may choose another algorithm in every
-# process. With deterministic ops, repeated and resumed runs give the same bits on a GPU.
+# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner may choose differently in each process.
+# With deterministic ops, repeated and resumed runs give the same bits on a GPU.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
 class TrainState(NamedTuple):
-    """The arrays that training changes: the parameters, the optimizer's state, and the loss scale."""
+    """The arrays that training changes."""
 
     params: PyTree
     opt_state: optax.OptState
@@ -58,38 +57,37 @@ class Metrics(NamedTuple):
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
-    """Seconds of compilation before this epoch. Only the first epoch of a process needs compilation."""
+    """Seconds of compilation before this epoch. Only the first epoch of a process compiles."""
     loss_scale: float | None = None
-    """The factor that multiplies the loss, after this epoch. None if the loss is not scaled."""
+    """The factor of the loss after this epoch. None if the loss is not scaled."""
     skipped_steps: int = 0
     """Number of steps that changed only the loss scale, because the loss or a gradient was not finite."""
 
 
 MOST_SKIPPED = 50
-"""The largest number of consecutive skipped steps. The loss scale reaches its smallest value in far fewer steps."""
+"""The largest number of consecutive skipped steps. Far fewer steps reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run has diverged if its mean loss or a parameter exceeds these values. Before training, all losses are below 1e3.
-The parameters are checked as well because a network of gates can diverge without a large loss: a gate's output stays
-between 0 and 1 even if its parameters grow without limit."""
+"""A run has diverged if its mean loss or a parameter exceeds these values. Before training, all losses are below
+1e3. Parameters are checked because a network of gates can diverge without a large loss: outputs of gates stay
+between 0 and 1."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between two runs with the same settings. All other metrics have the same bits."""
+"""The metrics that differ between two runs with the same settings. All other metrics are equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A prepared run: its initial state, and its compiled functions, which hold the dataset on the devices."""
+    """A prepared run. Its compiled functions hold the dataset on the devices."""
 
     mesh: Mesh
     state: TrainState
     model: nnx.Module
-    """The model with its initial parameters. The current parameters are in the state."""
     constants_checksum: str | None
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
     """`(state, epoch) -> (state, losses, accuracies, finite)`, as `train_epoch`. It overwrites the given state."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: a new initial state if the epoch begins a new attempt (`TrainingConfig.attempt`), else None."""
+    """`epoch -> state`: an initial state if the epoch begins a new attempt (`TrainingConfig.attempt`), else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -97,7 +95,6 @@ class Training:
 
 
 def prepare(config: TrainingConfig, dataset: Dataset) -> Training:
-    """Build the model, the loss, and the optimizer from the config, and compile `train_epoch` and `evaluate`."""
     examples = len(dataset.train_images)
     if config.batch_size > examples:
         raise UserError(f"batch_size is {config.batch_size}; wants at most {examples}, the size of the training set")
@@ -166,17 +163,14 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and the function `loss(model, ...)` as a pure function `(params, ...)`.
 
-    The model's other variables, such as the fixed wires of a network, keep their initial values.
+    The model's other variables, such as wires, keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of the model's variables that are not an `nnx.Param`, or None if there are none.
-
-    Checkpoints contain only this checksum of these variables.
-    """
+    """Return the SHA-256 of the model's variables that are not an `nnx.Param`, or None if there are none."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -186,9 +180,9 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW with a learning rate that rises linearly to `peak`, then falls to 0 along half a cosine.
+    """Return AdamW with a learning rate that rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
 
-    The rise takes the first 5% of `steps`. `clip` limits each element of the gradients to ±clip.
+    `clip` limits each element of the gradients to ±clip.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
@@ -210,13 +204,13 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The examples are shuffled, and the last `N % batch_size` of them are left out. `key`, `epoch`, and the number of the
-    step determine how `augment` changes the inputs of a step. Epochs are counted from 1, and steps from 0.
+    The last `N % batch_size` of the shuffled examples are left out. `key`, `epoch`, and the step's number determine how
+    `augment` changes the inputs of a step. Epochs are counted from 1, and steps from 0.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
-      a loss scale, a step whose loss or gradients are not finite does not change the parameters. Without a loss scale,
-      the last result is True for every step.
+      a loss scale, a step with non-finite values does not change the parameters. Without a loss scale, the last result
+      is True for every step.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
@@ -284,7 +278,7 @@ def run(
     Raises:
       FloatingPointError: after an epoch, if a training loss or the test loss is not finite, if the mean training loss
         exceeds `MOST_LOSS`, or if a parameter exceeds `MOST_PARAMETER`. With a loss scale, some training losses of an
-        epoch may be infinite or NaN, but not all of them, and not in `MOST_SKIPPED` consecutive steps.
+        epoch may be infinite or NaN, but not all, and not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -326,7 +320,6 @@ def _compile(function: Callable, args: tuple, **options) -> Callable:
 
 
 def _after(epoch: int) -> str:
-    """Return where the last good state is, and what may help, after an error in the epoch."""
     kept = f"epoch {epoch - 1}" if epoch > 1 else "epoch 0, the initial state"
     return f"the newest checkpoint is of {kept}; a new run with a smaller learning rate may help"
 

@@ -1,9 +1,9 @@
 """Train one model in several processes. Each process uses the devices that it sees.
 
-Process 0 has the settings, writes the run directory, and prints. JAX's coordinator runs in process 0. Each other
-process also connects to process 0 at the port after the coordinator's port. Over this connection, it sends one line
-with its number, the number of processes, and a secret token, and receives the settings. When a process ends, its
-connections close, and the other processes end as well.
+Process 0 has the settings, writes the run directory, prints, and runs JAX's coordinator. Each other process connects to
+process 0 at the port after the coordinator's port. It sends one line with its number, the number of processes, and a
+secret token, and receives the settings. When a process ends, its connections close, and the other processes end as
+well.
 """
 
 import argparse
@@ -30,17 +30,16 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""The name of an environment variable with the token. If it is not set, process 0 generates and prints a token."""
+"""The environment variable with the token. If it is not set, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""The limits on the duration and the length of the first line from another process."""
+"""Limits on the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
 """The seconds in which a process must notice that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Options of TCP keepalive: the seconds before the first probe, the seconds between probes, and the number of probes. A
-lost connection is noticed after half a minute."""
+"""Options of TCP keepalive: seconds before the first probe, seconds between probes, and the number of probes."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
 
@@ -54,7 +53,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the options --coordinator, --process, and --processes of a command line. Return None if it has none."""
+        """Parse the options --coordinator, --process, and --processes. Return None if there are none."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -76,11 +75,10 @@ class Place:
 
 
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
-    """Connect to the other processes, run `command(settings)` in this process, and then end this process.
+    """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Only process 0 needs `settings`, a text of one line, which it sends to the other processes. Process 0 exits with the
-    exit code that its command returns. If this code is 0, the other processes also exit with 0. If a process
-    disappears, the remaining processes exit with 1.
+    Process 0 sends the other processes its `settings`, one line of text. Process 0 exits with the exit code of its
+    command. If this code is 0, the other processes also exit with 0. If a process disappears, the others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -96,14 +94,14 @@ def of_process_0(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
-    # JAX broadcasts by a sum over processes, which would lose the sign of zeros. So the arrays are sent as bytes.
+    # JAX broadcasts by a sum over processes, which would lose the sign of zeros.
     as_bytes = multihost_utils.broadcast_one_to_all([np.frombuffer(a.tobytes(), np.uint8) for a in arrays])
     pairs = zip(as_bytes, arrays, strict=True)
     return structure.unflatten([np.frombuffer(np.asarray(b).tobytes(), a.dtype).reshape(a.shape) for b, a in pairs])
 
 
 class Joined:
-    """This process with its connections: in process 0, to all other processes; in any other process, to process 0."""
+    """A process with its connections: from process 0 to all others, or from another process to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -115,7 +113,7 @@ class Joined:
         try:
             code = exit_code(lambda: self._initialized(command))
         except BaseException:
-            # Collectives fail if another process has ended. In this case, `_watch` prints the reason in the meantime.
+            # Collectives fail if another process has ended. Meanwhile, `_watch` prints the reason.
             time.sleep(PARTING_SECONDS)
             traceback.print_exc()
             code = 1
@@ -201,7 +199,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Read the first line of a new connection. If its token is correct, put the connection, the number of the process,
+    """Read the first line of a new connection. If its token is correct, put the connection, the process's number,
     and the number of processes into the queue."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
@@ -248,10 +246,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Start a relay between JAX in this process and the coordinator in process 0, and return the relay's local address.
+    """Start a relay between JAX and the coordinator in process 0, and return the relay's local address.
 
     When JAX's connection to the coordinator closes, JAX aborts the process, often before `_watch` can print the reason.
-    The relay therefore keeps JAX's connection open after process 0 has ended.
+    The relay keeps the connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -267,7 +265,7 @@ def _relay(place):
 
 
 def _forward(source, sink):
-    """Forward all data from `source` to `sink`. When `source` closes, leave `sink` open."""
+    """Forward data from `source` to `sink`. When `source` closes, leave `sink` open."""
     sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while said := source.recv(2**16):
@@ -275,7 +273,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Remove the connection's time limit, turn on keepalive, and return it. Keepalive detects a lost machine."""
+    """Remove the connection's time limit, and turn on keepalive, which detects a lost machine."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
@@ -285,7 +283,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read the next line, and no byte after it. Raise OSError if the line is too long or arrives too slowly."""
+    """Read exactly the next line. Raise OSError if it is too long or arrives too slowly."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -8,7 +8,7 @@
     files.sha256      the checksums of curves.png and of the experiment's files, for `sha256sum --check`; written last
 
 A run resumes from its newest intact checkpoint. If config.json or metrics.jsonl differ from this checkpoint, they are
-rewritten. Files that do not belong to the run are not touched.
+rewritten. Other files are not touched.
 """
 
 import contextlib
@@ -45,9 +45,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raises:
-      UserError: (a ValueError) if the directory holds no run, or a run of an unknown experiment.
-      BrokenRun: if every checkpoint is corrupt.
+    Raise UserError if it holds no run, or a run of an unknown experiment, and BrokenRun if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
@@ -64,8 +62,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
 
-    Raise the errors of `saved_config`. Also raise BrokenRun if the parameters do not fit the model that this version of
-    jaxbp builds from the settings.
+    Raise the errors of `saved_config`, and BrokenRun if the parameters do not fit the model that this version builds.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -80,7 +77,7 @@ def _params(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """Return the newest intact checkpoint of a run. If `loud`, print a warning if a newer checkpoint is corrupt."""
+    """Return the newest intact checkpoint of a run. If `loud`, warn if a newer checkpoint is corrupt."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -98,18 +95,17 @@ def newest(path: Path, loud: bool = False) -> Checkpoint:
 
 
 class RunDirectory:
-    """A context manager that writes the files of a run, and keeps other processes out of the directory."""
+    """A context manager that writes the files of a run, and keeps other processes out."""
 
     def __init__(self, config: Config):
         self.config, self.metrics = config, []
         self._path, self._checkpoint, self._open = config.run_dir, None, contextlib.ExitStack()
 
     def __enter__(self) -> "RunDirectory":
-        """If the config sets `resume`, lock the directory and open the run in it. Otherwise, `begin` creates a run.
+        """If the config sets `resume`, lock the directory and open its run. Otherwise, `begin` creates a run.
 
         Raises:
-          UserError: if the run to resume does not exist or has other settings, or if the directory of a new run is not
-            empty.
+          UserError: if there is no run to resume, its settings differ, or the directory of a new run is not empty.
           BrokenRun: if every checkpoint is corrupt, or if another process uses the directory.
         """
         if not self.config.resume:
@@ -152,8 +148,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the state to train from: the checkpoint's state if the run resumes, otherwise `initial`.
 
-        For a new run, create the directory and the checkpoint of epoch 0. If the run resumes, raise BrokenRun if the
-        arrays of the checkpoint do not fit `initial`, or if its checksum of the model's constants is not `constants`.
+        A new run gets a directory and the checkpoint of epoch 0. Raise BrokenRun if the checkpoint's arrays do not fit
+        `initial`, or if its checksum of the model's constants is not `constants`.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -183,7 +179,6 @@ class RunDirectory:
         return state
 
     def save(self, metrics: Metrics, state: PyTree) -> None:
-        """Save the metrics of a completed epoch, and the state after the epoch."""
         lines = [line._asdict() for line in (*self.metrics, metrics)]
         checkpoint = dataclasses.replace(self._checkpoint, epoch=metrics.epoch, metrics=lines)
         checkpoints.write(checkpoint, checkpoints.to_arrays(state))
@@ -197,12 +192,12 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the file of checksums, of the files `names`. It marks the run as finished."""
+        """Write the checksums of the files `names`. This marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
         """Remove temporary files of killed processes, and rewrite the settings and metrics if they differ from the
-        checkpoint. If `loud`, warn of files that were damaged."""
+        checkpoint. If `loud`, warn of damaged files."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -212,8 +207,8 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that only ends earlier or later is not damaged. It ends earlier if a process was killed before it
-            # wrote the rest, and later if the run resumed from an earlier checkpoint.
+            # A file that only ends earlier or later is not damaged: a process was killed before it wrote the rest, or
+            # the run resumed from an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)
@@ -223,7 +218,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics of every epoch. Raise BrokenRun if an epoch is missing, or a field is missing or unknown."""
+    """Return the metrics of every epoch. Raise BrokenRun if an epoch or a field is missing, or a field is unknown."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

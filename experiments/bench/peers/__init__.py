@@ -17,13 +17,12 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Dict from the name of a peer to its module, which defines `VERSION` and a function `variants(task)`. The function
-yields `Variant`s."""
+"""Module per peer. It defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Dict from a peer with several formulations to a pattern, which matches the variants of its fastest formulation.
+"""Pattern for the variants of each peer's fastest formulation, if the peer has several.
 
-A formulation is a way to compute a workload. Runs in docs/results/ that timed all formulations show which is fastest.
+The runs in docs/results/ that timed all formulations show which is fastest.
 """
 
 VariantChoice = Literal["best", "all"]
@@ -39,11 +38,10 @@ class Task:
         of the variants are needed.
       small: arguments at a small batch size, for which the peer's results are compared with float64.
       calls: the number of calls, or of training steps, in one timed program.
-      dtype: the dtype of the arrays.
       precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
       products: whether the workload has matrix products or convolutions.
       seconds: the least duration of a timing round.
-      choice: "best" to time only the peer's fastest variant, "all" to time every variant.
+      choice: "best" to time only the peer's fastest variant, or "all".
     """
 
     op: str
@@ -61,10 +59,9 @@ class Task:
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """The name of a variant, the precision of its products or None, and a function that measures the variant.
 
-The function returns a dict with fields of `measure.MEASURED` and with `results`: the floating results for `Task.small`,
-in the order of the results of jaxbp's function. If the results should differ from jaxbp's, the dict also has
-`reference`, the float64 results to compare with. If no error can be measured, `results` is None or absent, and
-`error_reason` may give the reason.
+The function returns fields of `measure.MEASURED` and `results`: the floating results for `Task.small`, in the order of
+jaxbp's results. If no error can be measured, `results` is None, and `error_reason` may give the reason. If the results
+should differ from jaxbp's, the dict also has `reference`, the float64 results to compare with.
 """
 
 
@@ -73,7 +70,6 @@ def is_asked_for(peer: str, variant: str, choice: VariantChoice) -> bool:
 
 
 def installed() -> dict[str, ModuleType]:
-    """Return the modules of the peers whose libraries are installed."""
     peers = {}
     for name, module in PEERS.items():
         try:

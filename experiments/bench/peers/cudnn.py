@@ -1,6 +1,6 @@
 """cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend, as a peer of the bench.
 
-The operators take each example as an array of shape `(features, 1, 1)`. LayerNorm takes its scale and bias in float32.
+The operators take each example as an array `(features, 1, 1)`, and LayerNorm's scale and bias in float32.
 """
 
 from importlib import metadata

@@ -1,9 +1,8 @@
 """Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
 
-Every gate computes all 16 logic functions and sums them, weighted with the softmax of its logits. The code is
-reimplemented from the article, for the wires, logits, and states of jaxbp's automata. One variant uses JAX's default
-compilation. Gradients of gates that read the same input are then added in an order that varies between runs. The other
-variant uses XLA's deterministic operations, as the article's code does.
+The code is reimplemented from the article, for jaxbp's wires, logits, and states. By default, gradients of gates that
+read the same input are added in varying order. One variant therefore uses XLA's deterministic operations, as the
+article's code does.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
@@ -23,7 +22,6 @@ VERSION = jax.__version__
 
 
 def variants(task):
-    """Yield the automaton's training step with default and with deterministic compilation, or nothing for other ops."""
     if task.op != "automaton":
         return
     for name, options in (("", {}), (", deterministic", {"xla_gpu_deterministic_ops": True})):
@@ -46,7 +44,7 @@ def _published(logits, automaton, state, steps):
 
 
 def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
-    """Compute the same function as `jaxbp.automaton_step`. A cell where `fires` is false keeps its state."""
+    """Compute `jaxbp.automaton_step`. A cell where `fires` is false keeps its state."""
     height, width = state.shape[1:3]
     edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
     padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")
@@ -57,7 +55,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """Return the next state of a cell, `(channels,)`, from the nine cells that it reads, `(9, channels)`."""
+    """Return a cell's next state `(channels,)` from the cells that it reads, `(9, channels)`."""
 
     def perceived(of_kernel):
         x = patch.T

@@ -19,10 +19,7 @@ FORWARDS = {
 
 
 def variants(task):
-    """Yield tokamax's default kernel for a forward with its gradient, or nothing if tokamax lacks the op.
-
-    tokamax has no public backwards.
-    """
+    """Yield tokamax's default kernel for a forward with its gradient. tokamax has no public backwards."""
     if task.op in FORWARDS:
         yield "default", None, functools.partial(measure, task)
 

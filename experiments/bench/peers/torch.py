@@ -1,11 +1,8 @@
 """PyTorch as a peer of the bench.
 
-An op is timed in three modes: eager, eager and captured in a CUDA graph, and compiled and captured. A captured training
-step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. The forward and the backward
-in this graph can be eager, compiled as a whole, compiled in the channels-last layout, or compiled layer by layer. In
-the mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update. Products
-of float32 are timed in float32 and in TF32; only the precision of jaxbp's rows counts for the best variant. Errors are
-measured on the eager functions.
+A captured training step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. In the
+mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update. Products of
+float32 are timed in float32 and in TF32; the best variant has the precision of jaxbp's rows.
 """
 
 import collections
@@ -45,7 +42,7 @@ COMPILE_SECONDS = 180.0
 """The time in seconds after which `compile_layers` compiles no further layer."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
 """A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task. `results()`
-returns the results for `task.small`. `fields` is a dict of further fields of the row."""
+returns the results for `task.small`. `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
@@ -53,7 +50,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
     Args:
       modes: further modes that `build` accepts, with the fastest modes last.
-      best: if the task's choice is "best", only the last `best` modes are timed.
+      best: the number of last modes to time if the task's choice is "best".
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -69,8 +66,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    The memory of `COMPILED_STEP` is not measured, because PyTorch does not count the memory of a CUDA graph that
-    PyTorch's compiler captures.
+    PyTorch does not count the memory of `COMPILED_STEP`, because PyTorch's compiler captures its CUDA graphs.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does
@@ -95,7 +91,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops, given dicts from ops to PyTorch functions. A forward's calls also compute gradients."""
+    """Return a `Build`, given dicts from ops to PyTorch functions. A forward's calls also compute gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -115,7 +111,6 @@ def _op(forwards, backwards, task, mode):
 
 
 def _tensors(task, arguments):
-    """Return the arguments of an op's PyTorch function, given the arguments of jaxbp's op."""
     arguments = jax.tree.map(tensor, arguments)
     if task.op == "max_pool2d_backward":
         dy, indices = arguments
@@ -132,10 +127,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the residuals that PyTorch's norms keep of each row of x, in float32.
-
-    LayerNorm (`centred`) keeps the mean and the inverse standard deviation. RMSNorm keeps the inverse RMS.
-    """
+    """Return PyTorch's float32 residuals: the mean and inverse standard deviation, or the inverse RMS."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -149,7 +141,7 @@ def tensor(a):
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert jaxbp's indices of maxima, which count within a window, to PyTorch's, which count within an image."""
+    """Convert jaxbp's indices of maxima within a window to PyTorch's indices within an image."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -238,9 +230,9 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 
 
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
-    """Return a causal depthwise convolution, with x, w, and the result in the layouts of `dimension_numbers`.
+    """Return a causal depthwise convolution in the layouts of `dimension_numbers`.
 
-    `convolve(x, w, b)` computes the convolution on views of x in the layout NCW and of w in the layout OIW.
+    `convolve(x, w, b)` takes x in the layout NCW and w in the layout OIW.
     """
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")
@@ -296,7 +288,7 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     Args:
       make: `make(task, arguments) -> (model, parameters, loss_of)`. The list of parameters has the order of the
         gradients in jaxbp's results. `loss_of(model)` returns the loss.
-      optimiser_of: a function that returns an optimizer for a list of parameters.
+      optimiser_of: returns an optimizer for a list of parameters.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -334,11 +326,8 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile the forward and backward of one layer after the other until `COMPILE_SECONDS` have passed.
-
-    A whole model can take many minutes to compile. Return the fields `compile_seconds` and, if layers stay eager,
-    `note` for the row.
-    """
+    """Compile the layers one after the other until `COMPILE_SECONDS` have passed. A whole model can take many
+    minutes."""
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:
@@ -381,7 +370,6 @@ def _lenet(task, arguments):
 
 
 def _captured(program: Callable) -> Callable:
-    """Capture a program in a CUDA graph, and return a function that replays the graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -394,7 +382,6 @@ def _captured(program: Callable) -> Callable:
 
 
 def _seconds(program: Callable, seconds: float) -> list[float]:
-    """Return the seconds that the program takes in each timing round."""
     for _ in range(3):
         once = _time(program, 1)
     repeats = max(2, min(2000, int(seconds / once)))
@@ -418,10 +405,8 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak of memory during a call, in bytes, or None without a GPU.
-
-    The memory that was in use before the call and the memory of the results are subtracted.
-    """
+    """Return the peak of memory in bytes during a call, or None without a GPU. Results and earlier memory are
+    subtracted."""
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -1,9 +1,9 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-The networks use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations of a gate. `raw` has 16
-logits per gate, like jaxbp's `softmax`. `light` and `warp` have four parameters per gate, like jaxbp's `input_wise` and
-`walsh`. The results of `raw` and `light` are compared with float64 results of jaxbp's network. The results of `warp`
-are compared with nothing, because it computes a different function than `walsh`: see `WARP`.
+The networks use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations of a gate: `raw`, with 16
+logits per gate, and `light` and `warp`, with four parameters. The results of `raw` and `light` are compared with
+float64 results of jaxbp's network. The results of `warp` are not compared, because it computes a different function
+than jaxbp's `walsh`: see `WARP`.
 """
 
 import functools
@@ -34,16 +34,13 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""Dict from torchlogix's parametrizations to jaxbp's parametrizations with the same number of parameters per gate."""
+"""Dict from torchlogix's parametrizations to jaxbp's with the same number of parameters per gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
 
 
 def variants(task):
-    """Yield each parametrization in each mode, or nothing if torchlogix lacks the workload.
-
-    Convolutional networks take long to compile, so they are compiled layer by layer. Their eager step in a CUDA graph
-    is timed first, before this compilation.
-    """
+    """Yield each parametrization in each mode. Convolutional networks take long to compile, so they are compiled by
+    layer."""
     if not task.op.startswith("logic"):
         return
     modes = [COMPILED_LAYERS] if task.op == "logic-conv" else [COMPILED_STEP, COMPILED_GRAPH]
@@ -95,7 +92,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients, with the gradients of a convolution's levels joined into jaxbp's array."""
+    """Return the loss and the gradients, with the gradients of a convolution's levels joined into one array."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:

@@ -1,8 +1,7 @@
 """Convert trees of gates between the layouts of jaxbp and torchlogix.
 
 A convolution's kernel is one tree of gates. torchlogix has one array per level of the trees, whose axis of gates comes
-before its axis of kernels. Each gate has two inputs, a and b. torchlogix stores input a of every gate, then input b of
-every gate.
+before its axis of kernels. It stores input a of every gate, then input b of every gate.
 """
 
 from collections.abc import Sequence
@@ -26,5 +25,5 @@ def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> lis
 
 
 def from_levels(levels: Sequence[np.ndarray]) -> Shaped[np.ndarray, "kernels gates parameters"]:
-    """Return parameters of the shape `(kernels, gates, parameters)` from the levels that `to_levels` returns."""
+    """Return the parameters from which `to_levels` made the levels."""
     return np.concatenate(levels).swapaxes(0, 1)

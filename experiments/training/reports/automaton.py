@@ -53,7 +53,7 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return the shares of runs that reach and keep the pattern.
+    """Run the hardened automaton from unseen start states. Return the share of runs for each key, and lines to print.
 
     Training uses `config.steps` ticks. In every cell, the visible channels must equal the pattern:
 
@@ -61,8 +61,6 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
     stands  at every tick from `steps + 1` to `4 * steps`
     blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
     heals   `steps` ticks after a square of the state at tick `steps` was destroyed
-
-    These names are the keys of the returned dict. The second result is a list with a line to print.
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
     states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
@@ -87,9 +85,8 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Compare the hardened automaton with the Game of Life.
 
-    Return a dict and a list with a line to print. The dict has `right`, the share of the 512 neighborhoods for which
-    the automaton computes the next state of the center cell as the Game of Life does. It also has `ticks`, the number
-    of ticks from a random board before the first tick with a wrong cell.
+    Return a dict and lines to print. The dict has `right`, the share of the 512 neighborhoods for which the center
+    cell's next state is correct. It also has `ticks`, the number of ticks from a random board until a cell is wrong.
     """
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]

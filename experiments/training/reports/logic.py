@@ -49,7 +49,7 @@ def write_report(
 ) -> str:
     """Write a picture of the gates of `circuit`, and the code of `evaluated`, an equal and possibly simplified circuit.
 
-    Return lines to print: the accuracies, `lines`, and the speed of `evaluated`.
+    Return lines to print: accuracies, `lines`, and the speed of `evaluated`.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
