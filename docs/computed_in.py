@@ -1,6 +1,6 @@
 """Find the dtypes in which ops compute, by walking the jaxprs of each op, its gradient, and the kernels in both.
 
-The body of a kernel is traced in the form that is lowered for a GPU. Nothing runs.
+Nothing runs. A kernel's body is traced in the form that is lowered for a GPU.
 """
 
 import functools
@@ -44,8 +44,8 @@ ADD_IN_HALF = {
 any size."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" and gradients, and for the residuals
-that are "kept" for the backward, which may be the "inputs"."""
+"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" and gradients, and for the
+residuals that are "kept" for the backward."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -55,7 +55,7 @@ that are "kept" for the backward, which may be the "inputs"."""
 def found(name: str, implementation: str, dtype: str) -> Found:
     """Return the dtypes in which an op computes, in its small case and its real cases.
 
-    Real cases are skipped for backwards, and for ops that run the kernels of another op.
+    Backwards, and ops that run another op's kernels, use only the small case.
     """
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
@@ -89,7 +89,7 @@ def _with_gradients(op, *arrays):
 
 
 def walk(jaxpr: Any, dtypes: Found) -> Found:
-    """Add the dtypes in which a jaxpr and all jaxprs nested in it compute."""
+    """Add the dtypes in which a jaxpr and its nested jaxprs compute."""
     for equation in _equations(jaxpr):
         name = equation.primitive.name
         variables = equation.invars[:1] if name == TENSOR_CORES else equation.outvars
@@ -115,7 +115,7 @@ HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, root
 
 
 def table() -> str:
-    """Return a table with one line per group of ops with equal dtypes, and one column per kind of computation."""
+    """Return one line per group of ops with equal dtypes."""
     names = [name for name in ENTRIES if "_backward" not in name and "_with_" not in name]
     lines: dict[tuple[str, ...], list[str]] = {}
     for name in names:

@@ -23,7 +23,6 @@ html_css_files = ["book.css"]
 html_math_renderer = "mathml"
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist", "dollarmath"]
-# Text between single backquotes in a docstring is code.
 default_role = "code"
 add_module_names = False
 toc_object_entries = False

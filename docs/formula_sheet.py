@@ -26,7 +26,6 @@ def write(folder: Path) -> None:
 
 
 def pages() -> dict[str, str]:
-    """Return a dict from the name of a family of ops to its page in Markdown."""
     families: dict[str, list[Entry]] = {}
     for entry in CATALOGUE:
         families.setdefault(entry.function.__module__, []).append(entry)
@@ -45,7 +44,6 @@ def _page(module: typing.Any, entries: list[Entry]) -> str:
 
 
 def _entry(entry: Entry) -> Iterator[str]:
-    """Yield the name of an op, its signature, the parts of its docstring with formulas, and its source."""
     yield f"## {entry.name}"
     signature = inspect.signature(entry.function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
@@ -60,7 +58,7 @@ def _entry(entry: Entry) -> Iterator[str]:
 
 
 def with_math(paragraph: str) -> str:
-    """Return the paragraph with its formulas as LaTeX. Other code stays code."""
+    """Return the paragraph with its formulas as LaTeX."""
     if paragraph.startswith("    "):
         parts = [part.strip() for part in re.split(r"\n|(?<=,)\s{2,}", paragraph)]
         formulas = [(typeset.latex(part.rstrip(",.")), part) for part in parts]
@@ -76,7 +74,6 @@ def with_math(paragraph: str) -> str:
 
 
 def _shapes(function: Callable) -> Iterator[str]:
-    """Yield lines of a list: the shapes of the arrays among a function's parameters and results."""
     for name, annotation in typing.get_type_hints(function).items():
         shapes = [f"`({', '.join(kind.dim_str.split())})`" for kind in _flat(annotation)]
         if shapes and name == "return":
@@ -86,7 +83,6 @@ def _shapes(function: Callable) -> Iterator[str]:
 
 
 def _flat(annotation: typing.Any) -> Iterator[typing.Any]:
-    """Yield the array annotations in a union or a tuple."""
     if hasattr(annotation, "dim_str"):
         yield annotation
     for part in typing.get_args(annotation):

@@ -44,7 +44,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def stale() -> dict[Path, str]:
-    """Return the correct contents of each stale page and chart."""
     wanted = {page: render(page.read_text(encoding="utf-8"), page) for page in pages()}
     wanted |= {measurements.DOCS / "images" / f"{name}.svg": chart() for name, chart in CHARTS.items()}
     return {
@@ -53,7 +52,7 @@ def stale() -> dict[Path, str]:
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have tables. Pages of the lab keep the figures of their day."""
+    """Return the pages that may have tables. Pages of the lab keep their old figures."""
     docs = measurements.DOCS
     return [docs.parent / "README.md", *(path for path in sorted(docs.rglob("*.md")) if not is_diary(path))]
 
@@ -63,7 +62,7 @@ def is_diary(page: Path) -> bool:
 
 
 def render(text: str, page: Path) -> str:
-    """Return the page with new tables, whose links become relative to the page."""
+    """Return the page with new tables, whose links are relative to the page."""
     to_docs = os.path.relpath(measurements.DOCS, page.parent)
 
     def table(match):
@@ -75,7 +74,7 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(kind: str, *words: str) -> str:
-    """Return the table that a mark requests, with its sources below."""
+    """Return the table for the words of a mark, with its sources below."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}

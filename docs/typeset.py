@@ -56,7 +56,6 @@ def latex(formula: str) -> str | None:
             parts.append(" ")
             continue
         kind = "word" if text in WORDS else kind
-        # Adjacent factors are a product.
         if parts and parts[-1] == " " and last in END_FACTOR and kind in BEGIN_FACTOR:
             parts[-1] = r"\,"
         if kind == "open":

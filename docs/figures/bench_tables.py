@@ -32,12 +32,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return the precisions of two rows' products, one word if they are equal, or "" without products."""
+    """Return the precisions of two rows' products, one if they are equal, or "" without products."""
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with one line per workload and batch, and one column per implementation of jaxbp."""
+    """Return one line per workload and batch, with one column per implementation of jaxbp."""
     rows = all_rows(reports)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -50,7 +50,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def variants(reports: Reports) -> str:
-    """Return a table with one line per implementation or variant of a peer, and one column per workload."""
+    """Return one line per implementation or variant of a peer, with one column per workload."""
     rows = all_rows(reports)
     peers = {row["implementation"] for row in rows if row.get("peer")}
     columns = {}
@@ -81,7 +81,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
 
 
 def formulations(reports: Reports) -> str:
-    """Return the time of each variant of a peer, divided by the time of the fastest variant."""
+    """Return the time of each variant of a peer, relative to the fastest variant."""
     columns = {}
     for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
         fastest = min(time(row) for row in group.values() if time(row))
@@ -92,7 +92,7 @@ def formulations(reports: Reports) -> str:
 
 
 def slower(reports: Reports) -> str:
-    """Return the workloads in which "pallas" is slower than autodiff, in the newest run of each."""
+    """Return the workloads in whose newest run "pallas" is slower than autodiff."""
     newest = {}
     for name, report in reports.items():
         rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
@@ -111,7 +111,7 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Return the speedup and the memory of each workload, batch, and dtype, relative to float32 in the same run."""
+    """Return the speedup and the memory relative to float32 in the same run."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))
@@ -131,7 +131,6 @@ def dtypes(reports: Reports) -> str:
 
 
 def row_bytes(row: Row | None) -> int | None:
-    """Return the size of arguments, results, and temporaries."""
     if row is None or row.get("temporary_bytes") is None:
         return None
     return row["argument_bytes"] + row["result_bytes"] + row["temporary_bytes"]

@@ -1,4 +1,4 @@
-"""Format measured figures as cells of a table, tables as Markdown, and the line below a table."""
+"""Format measured figures as cells, tables as Markdown, and the line below a table."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from figures.measurements import Report, Reports, Row, grouped, rows_of, time, w
 WHY = "why not faster"
 """Heading of the column of reasons in the summary."""
 PUBLISHED = "published automaton"
-"""Peer without a package. Runs record the version of JAX as its version."""
+"""Peer without a package, whose version is the version of JAX."""
 
 
 def number(value: float | None) -> str:
@@ -47,7 +47,6 @@ def mebibytes(size: int | None) -> str:
 
 
 def temporaries(row: Row | None) -> str:
-    """Return the memory that a call needs beyond its arguments and results."""
     return mebibytes(row.get("temporary_bytes") if row else None)
 
 
@@ -74,7 +73,6 @@ PEER_PACKAGES = {
 
 
 def packages(report: Report) -> str:
-    """Return the versions of JAX and of the other packages that the rows of a run use."""
     versions, rows = report.get("versions", {}), rows_of(report)
     hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", PUBLISHED}
     used = {package for row in rows for package in PEER_PACKAGES.get(row.get("peer"), ())}
@@ -87,7 +85,7 @@ def packages(report: Report) -> str:
 
 
 def provenance(name: str, report: Report) -> str:
-    """Return the lines below a table: device, versions, date, rates, errors, and command."""
+    """Return the device, versions, date, rates, errors, and command below a table."""
     rows, commit = rows_of(report), report.get("commit") or ""
     where = f"{report['device']}, {packages(report)}, {day(report)}"
     where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
@@ -124,8 +122,7 @@ def day(report: Report) -> str:
 def command(report: Report) -> str:
     """Return the command that repeats a run.
 
-    Two scripts have moved since old runs, and get their new names. Other old scripts exist only in old commits, which
-    the command checks out.
+    Two moved scripts get their new names. Other old scripts exist only in old commits, which the command checks out.
     """
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved

@@ -26,11 +26,10 @@ WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
 """Pixels: width of the picture, of the names, and of the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""Class of the bar, its two ends as shares of the axis, and the text after the bar."""
+"""Class of the bar, its two ends as shares of the axis, and the text after it."""
 
 
 def speed() -> str:
-    """Return the chart of the speedups over autodiff and over the best peer for each family."""
     families = {family.name: family.speedups() for family in FAMILIES}
     values = [value for both in families.values() for value in both if value]
     low, high = min([0.5, *values]), max([2.0, *values])
@@ -66,7 +65,7 @@ def floors() -> str:
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """Return the shares of the roofline of each kernel, one per size, from the newest run."""
+    """Return each kernel's shares of the roofline, one per size, from the newest run."""
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
         if row.get("implementation") == "pallas" and row.get("floor_fraction"):

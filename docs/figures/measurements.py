@@ -9,10 +9,10 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
-"""The first of these implementations with a time represents jaxbp in a summary."""
+"""The first of these implementations with a time represents jaxbp."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this share of the time, the host limits the measured time. It equals
-`HOST_BOUND` in experiments/bench/report.py."""
+"""If the host waits for the device for less than this share of the time, the host limits the time, as in
+experiments/bench/report.py."""
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
@@ -21,7 +21,7 @@ Reports = Mapping[str, Report]
 
 
 def load(pattern: str) -> dict[str, Report]:
-    """Return the runs of the files whose names match."""
+    """Return the runs of the matching files, the oldest first."""
     paths = (DOCS / "results").glob(f"{pattern}.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)}
     return dict(sorted(reports.items(), key=lambda item: str(item[1]["date"])))
@@ -40,7 +40,7 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """For each workload and batch, yield its title and a dict from implementations to rows."""
+    """Yield the title of each workload and batch, and its rows by implementation."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
@@ -51,7 +51,6 @@ def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return the rows of each key, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -63,18 +62,16 @@ def time(row: Row | None) -> float | None:
 
 
 def library(rows: Mapping[str, Row]) -> Row | None:
-    """Return the row of the preferred implementation, which represents jaxbp."""
     return next((rows[name] for name in PREFERRED if time(rows.get(name)) is not None), None)
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of JAX's autodiff, applied to the op's definition or to another form in plain JAX."""
+    """Return the fastest row of JAX's autodiff, of the op's definition or of another form in plain JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 
 
 def has_products(row: Row) -> bool:
-    """Return whether the workload has matrix products or convolutions."""
     return bool(row.get("operations"))
 
 
@@ -85,8 +82,8 @@ EXACT = 1e-5
 def products(row: Row | None) -> str:
     """Return the precision in which a row computes its products, or "" if it has none.
 
-    At the default precision, TF32 is allowed, and the error tells whether a row uses it. jaxbp's kernels may use TF32
-    only at large batches, so the result is "TF32" if the error was measured at a smaller batch.
+    At the default precision, the error tells whether a row uses TF32. jaxbp's kernels may use TF32 only at large
+    batches, so the result is "TF32" if the error was measured at a smaller batch.
     """
     if row is None or not has_products(row):
         return ""
@@ -108,5 +105,4 @@ def waits_for_host(row: Row) -> bool:
 
 
 def speedup(row: Row | None, over: Row | None) -> float | None:
-    """Return the time of `over` divided by the time of `row`."""
     return time(over) / time(row) if time(row) and time(over) else None

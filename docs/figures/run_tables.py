@@ -11,7 +11,6 @@ from figures.measurements import Report, Reports, Row, all_rows, grouped, time
 
 
 def training(reports: Reports, experiment: str) -> str:
-    """Return a table with one line per run of `experiments.train` with this experiment."""
     runs = {name: run for name, run in reports.items() if f"experiments.train {experiment}" in run["command"]}
     if not runs:
         return f"*Not measured yet: {', '.join(map(link, reports))} train other experiments.*"
@@ -41,7 +40,6 @@ def training(reports: Reports, experiment: str) -> str:
 
 
 def seeds(reports: Reports) -> str:
-    """Return a table with one line per setting of a study over seeds."""
     lines = {}
     for report in reports.values():
         recipes = list(report.get("recipes", ()))
@@ -64,7 +62,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cell for each heading. Automata count exact runs, and other models have an accuracy."""
+    """Return the cell for each heading. Automata count exact runs; other models have an accuracy."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -101,9 +99,9 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def profile(reports: Reports) -> str:
-    """Return a table of the kernels that took at least 5 µs in a run of experiments/studies/profiles.py.
+    """Return a table of the kernels that took at least 5 µs.
 
-    The times of a kernel's launches in a workload are added, and are the weights in the averages of its percentages.
+    The times of a kernel's launches in a workload are added, and weight the averages of its percentages.
     """
     lines = []
     kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
@@ -130,7 +128,7 @@ def profile(reports: Reports) -> str:
 
 
 def accuracy(reports: Reports) -> str:
-    """Return the largest error of each op and its backwards, as a percentage of the allowed error."""
+    """Return the largest error of each op with its backwards, as a percentage of the allowed error."""
     rows = all_rows(reports)
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     lines = []
@@ -147,7 +145,6 @@ def accuracy(reports: Reports) -> str:
 
 
 def fuzz(reports: Reports) -> str:
-    """Return a table with one line per run of `experiments.fuzz`."""
     lines = []
     for name, run in reports.items():
         counts = (run["cases"], run["refused"], len(run["failures"]))
@@ -158,7 +155,6 @@ def fuzz(reports: Reports) -> str:
 
 
 def steps(reports: Reports) -> str:
-    """Return a table with one line per step of docs/tutorial_faster.md."""
     lines = [
         [row["step"], number(row["microseconds"]), percent(row["roofline_share"])]
         for report in reports.values()
@@ -171,7 +167,6 @@ def steps(reports: Reports) -> str:
 
 
 def frozen(reports: Reports) -> str:
-    """Return a table that compares the gradients of the adapters with all gradients, per implementation."""
     (report,) = reports.values()
     lines = []
     for implementation, rows in grouped(report["rows"], lambda row: row["implementation"]).items():
@@ -204,10 +199,7 @@ def sanitizer(reports: Reports) -> str:
 
 
 def many_devices(reports: Reports) -> str:
-    """Return a table that compares one device, a mesh of one, and a mesh of all devices, per step.
-
-    Each device has the same number of examples in all three cases.
-    """
+    """Return a table of steps on one device, a mesh of one, and a mesh of all, with equal examples per device."""
     (report,) = reports.values()
     lines = [
         [
@@ -245,12 +237,10 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of a sum of its gradients over the compiled devices, and
-    the batch for 95% efficiency.
+    """Return a function from a workload to the microseconds of its sum of gradients, and the batch for 95% efficiency.
 
-    docs/benchmarks/devices.md describes the model of the sum. The time of a step on one device is a line through the
-    first and the last measured time, or proportional to the batch if there is one time. At the returned batch, a step
-    on one device takes 19 times as long as the sum.
+    docs/benchmarks/devices.md describes the model. The time of a step on one device is a line through the first and the
+    last measured time, or proportional to the batch. At 95% efficiency, this time is 19 times the time of the sum.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]

@@ -8,26 +8,20 @@ from figures.measurements import Reports, Row, all_rows, autodiff, best_peer, li
 
 
 class Family(NamedTuple):
-    """A line of the summary."""
-
     name: str
-    """Name of the workload in the table."""
     page: str
     """Page in docs/benchmarks/ with the tables of the family."""
     file: str
-    """Name of the run's file."""
     work: str
     """Prefix of the workload and batch in the rows of the run."""
     why: str
     """Reason why jaxbp is no closer to the roofline, without figures."""
 
     def rows(self) -> dict[str, Row]:
-        """Return the rows of the family by implementation."""
         named = ((f"{row['work']}, batch {row['batch']}", row) for row in all_rows(load(self.file)))
         return {row["implementation"]: row for name, row in named if name.startswith(self.work)}
 
     def speedups(self) -> tuple[float | None, float | None]:
-        """Return the speedups over the fastest row of autodiff and over the best peer."""
         rows = self.rows()
         return speedup(library(rows), autodiff(rows)), speedup(library(rows), best_peer(rows))
 
@@ -88,7 +82,6 @@ FAMILIES = (
 
 
 def summary(reports: Reports) -> str:
-    """Return a table with one line per family."""
     lines, measured = [], {}
     for family in FAMILIES:
         title = f"[{family.name}](benchmarks/{family.page}.md)"

@@ -13,7 +13,7 @@ BY_CI = "by CI, with every test"
 def supported(reports: Reports) -> str:
     """Return a table with one line per version of Python that CI or a run on a GPU uses.
 
-    The versions of CI are those that `.ci/run` prefers. The oldest JAX is the lower bound in `pyproject.toml`.
+    CI uses the versions that `.ci/run` prefers. The oldest JAX is the lower bound in `pyproject.toml`.
     """
     root = measurements.DOCS.parent
     oldest, newest = re.findall(

@@ -49,8 +49,8 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run in seconds. A run on an H200 ends up to 40 s later, because rows that have begun
-are finished."""
+"""The default time limit of a quick run in seconds. A run on an H200 ends up to 40 s later, because rows that have
+begun are finished."""
 
 
 @dataclasses.dataclass(frozen=True)
