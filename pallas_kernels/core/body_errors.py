@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 _LOWERING = "pallas.mosaic_gpu.lowering"
-"""End of the name of JAX's module that lowers a body, one equation after the other."""
+"""End of the name of JAX's module that lowers a body."""
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
-"""Folders of JAX and of this file. An explained error does not name lines of files in these folders."""
+"""Folders whose lines an explained error does not name."""
 _JIT = ("jit", "pjit")
 """Names of the primitive of `jax.jit` in different versions of JAX."""
 
@@ -63,13 +63,11 @@ _ADVICE = {
         "over whole vectors, loops, and `jnp.where`. Compute `{primitive}` outside of the kernel"
     ),
 }
-"""Maps a pattern for an error's `primitive: message` to the reason and a correction. The first matching pattern
-applies."""
+"""Maps a pattern for `primitive: message` to the reason and a correction. The first matching pattern applies."""
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains Mosaic's `error` in the body of the kernel `name`, or None if no pattern
-    matches."""
+    """Return an error that explains `error`, raised in the body of the kernel `name`, or None if no pattern matches."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -81,8 +79,7 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equations that were being lowered when `error` was raised. The first is an equation of the body, and
-    each of the others is within the loop, branch, or call that precedes it."""
+    """Yield the equations that were being lowered: first an equation of the body, then ever deeper ones within it."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -94,8 +91,8 @@ def _equations(error: Exception) -> Iterator[Any]:
 def _line(equations: list[Any]) -> str:
     """Return "file:line: `code`, " for the body's line with the innermost equation, or "" if it is unknown.
 
-    JAX traces a jitted function such as `jnp.dot` once for several calls, so equations within it have the line of its
-    first call. If the innermost equation is within a jitted function, the line of the call is therefore used.
+    For an equation within a jitted function such as `jnp.dot`, return the line of the call. JAX traces that function
+    once, so its equations have the line of its first call.
     """
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback

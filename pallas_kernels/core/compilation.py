@@ -1,11 +1,11 @@
 """Kernels that are compiled while the surrounding program is still being lowered.
 
-XLA compiles the kernels of a program one after the other, after the whole program has been lowered. To save time, a
-thread compiles each kernel in a separate program, right after the kernel is lowered. Mosaic GPU caches compiled
-kernels by their hash, so XLA later finds the kernel in this cache.
+XLA compiles kernels one after the other, after the whole program has been lowered. To save time, a thread compiles each
+kernel as soon as the kernel is lowered. Mosaic GPU caches compiled kernels, so XLA later finds the kernel in this
+cache.
 
-If XLA needs a kernel before the thread has compiled it, the thread and XLA both compile the kernel. Errors in the
-thread are ignored, because XLA meets and raises them when it compiles the surrounding program.
+If XLA needs a kernel before the thread has compiled it, both compile the kernel. Errors in the thread are ignored,
+because XLA raises them when it compiles the program.
 """
 
 import dataclasses
@@ -19,16 +19,14 @@ import jax
 from jax import export
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
-"""Names under which different versions of JAX register Mosaic GPU's kernels."""
 _MIN_CORES = 4
-"""Fewest CPU cores for which kernels are compiled ahead. With two cores, this saves no time:
-docs/lab/2026-11-24-compile.md."""
+"""Fewest CPU cores for which kernels are compiled ahead. Two cores save no time: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Return whether to compile kernels ahead of the surrounding program, which is being lowered.
+    """Return whether to compile kernels ahead of the surrounding program.
 
-    With a persistent compilation cache, the answer is no: JAX may find the program there, and then needs no kernels.
+    With a persistent compilation cache, the answer is no, because JAX may find the program there.
     """
     return (
         jax.default_backend() == "gpu"
@@ -41,10 +39,10 @@ def compiles_ahead(module_context: Any) -> bool:
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
     """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting. The function
-    maps arrays with the shapes and dtypes of `avals` to a list of arrays."""
+    maps arrays of `avals`' shapes and dtypes to a list of arrays."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    # A kernel runs on one device. Otherwise, JAX would take the mesh and the number of devices from the context.
+    # Otherwise, JAX would take the mesh and the number of devices from the context. A kernel runs on one device.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
     exported = dataclasses.replace(exported, nr_devices=1)

@@ -1,8 +1,7 @@
 """The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
 
-Kernels choose their tiles for this GPU, and refuse architectures that lack their instructions. `targeting` selects the
-GPU, which need not be present. Otherwise it is JAX's default device, or Hopper if the default device is not a GPU. Any
-machine can therefore lower kernels for CUDA.
+`targeting` selects the GPU, which need not be present. Otherwise it is JAX's default device, or Hopper if the default
+device is not a GPU. Any machine can therefore lower kernels for CUDA.
 """
 
 import contextlib
@@ -33,15 +32,14 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. Mosaic needs the bulk copies and barriers of capability 9.0."""
+        """Whether Mosaic GPU compiles for this device. It needs the bulk copies and barriers of capability 9.0."""
         return self.capability >= (9, 0)
 
 
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for. The figures for the H200 come from its driver, the others from XLA's target
-configurations."""
+"""Devices to compile for. The H200's figures come from its driver, the others from XLA's target configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """`CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`, `L2_CACHE_SIZE`, and
@@ -53,8 +51,8 @@ _target_context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which `device` is the targeted GPU. Kernels are traced for it, and `implementation=None`
-    selects the default implementation for it."""
+    """Return a context in which kernels are traced for `device`, for which `implementation=None` then selects the
+    default implementation."""
     with _target_context(device):
         yield
 
@@ -73,7 +71,7 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether Mosaic GPU compiles kernels for the GPU that `gpu` returns. False if there is none."""
+    """Whether there is a `gpu()`, and Mosaic GPU compiles kernels for it."""
     device = gpu()
     return device is not None and device.runs_kernels
 
@@ -100,8 +98,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Ask the driver for a `CUdevice_attribute`, because JAX exposes only some of them. Return `default` if the driver
-    fails."""
+    """Ask the driver, because JAX exposes only some attributes. Return `default` if the driver fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,11 +1,11 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
 
 Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations. In the simulator,
-they read the whole reference and index the result.
+they index with JAX instead.
 
-A block is an array in registers of shape `(lanes, width)`. Row i of a block is the row of lane i, which thread
-`i % LANES` of the warpgroup holds. A row has `width` adjacent elements, of at most 16 bytes or a multiple of 16 bytes.
-Vectors have the shape `(lanes,)`. `lanes` is a multiple of `LANES`.
+A block is an array in registers of shape `(lanes, width)`. Thread `i % LANES` of the warpgroup holds row i. A row has
+`width` adjacent elements, of at most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is
+a multiple of `LANES`.
 """
 
 import functools
@@ -26,18 +26,17 @@ from pallas_kernels.core.simulator import simulating
 
 
 def block_layout(lanes: int, width: int) -> Any:
-    """Return the register layout of a block. A thread holds the row of each of its lanes in one register vector."""
+    """Return the register layout of a block. A thread holds each of its rows in one register vector."""
     return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector. The thread that holds a lane's row of a block also holds its element of a
-    vector."""
+    """Return the register layout of a vector. Element i of a vector and row i of a block are in the same thread."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return two int32 blocks: the lane of every element, and the column of every element."""
+    """Return two int32 blocks: the row index and the column index of every element."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -132,7 +131,6 @@ def spread(numbers: Array, width: int) -> Array:
 
 
 def columns(block: Array) -> tuple[Array, ...]:
-    """Return a block's columns, each a vector."""
     lanes, width = block.shape
     if simulating() is not None:
         return tuple(block[:, k] for k in range(width))
@@ -165,8 +163,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return a float32 block with one column per argument. Column k has one sum per row of the k-th argument: the sum
-    of the row's elements, added from left to right."""
+    """Return a float32 block with one column per argument. Column k has the sums of the rows of the k-th argument, each
+    added from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -190,8 +188,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return the float32 block unchanged, and make the compiler compute it before the code that follows.
 
-    Without this call, LLVM moves the last addition to a loop's carry to the end of the loop's body. Until that
-    addition, the terms that are added need as many registers as the carry.
+    Otherwise, LLVM moves the last addition to a loop's carry to the end of the loop's body. Until that addition, the
+    terms need as many registers as the carry.
     """
     if simulating() is not None:
         return block
@@ -212,9 +210,9 @@ def computed_here(block: Array) -> Array:
 def compiler_fence() -> None:
     """Keep the compiler from moving a thread's accesses to shared memory from one side of this call to the other.
 
-    LLVM treats shared memory as an object of size zero. It may therefore assume that an access to an element never
-    overlaps an access to a vector. Instead of loading a vector, LLVM may then reuse the vector that was stored before,
-    and miss additions to single elements since then.
+    LLVM treats shared memory as an object of size zero, and may assume that accesses to elements and to vectors never
+    overlap. Instead of loading a vector, LLVM may then reuse the vector that was last stored, and miss additions to its
+    elements.
     """
     if simulating() is not None:
         return
@@ -227,8 +225,8 @@ def compiler_fence() -> None:
 
 
 def meet(barrier: Any) -> None:
-    """Wait until all warpgroups of the CTA call this function, and make their writes to shared memory visible to each
-    other. Only the simulator uses `barrier`, which has one arrival per warpgroup."""
+    """Wait until all warpgroups of the CTA call this function, and make their writes to shared memory visible. Only the
+    simulator uses `barrier`, which has one arrival per warpgroup."""
     if simulating() is not None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -246,11 +244,11 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory. The address of each reference is a multiple of the size of
-        one row of the block in bytes. All references in a list have the same dtype. References at the same index of
-        different lists have the same length.
-      array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. If the block
-        reaches beyond the end of the reference, the missing elements are copies of the reference's last element.
+      lists: lists of references `(n,)` to device memory, with addresses that are multiples of the bytes of a block's
+          row. All references in a list have the same dtype. References at the same index of different lists have the
+          same length.
+      array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. Elements beyond
+          the end of the reference are copies of its last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -281,8 +279,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write one block per list to the elements from which `load_of` would load it. Elements beyond a reference's end
-    are not written."""
+    """Write one block per list to the elements that `load_of` would load. Elements beyond the end are not written."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -353,7 +350,7 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return pointers to the `array`-th array of each list, and the length of these arrays. One switch selects them."""
+    """Return pointers to the `array`-th array of each list, and the length of these arrays."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

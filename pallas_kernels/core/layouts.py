@@ -12,28 +12,24 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). By default, a CTA has one warpgroup. Lengths of
-vectors are multiples of `LANES`."""
+"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). Vectors have a multiple of `LANES` elements."""
 
 OPERAND_BYTES = 128
 """Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """Load `ref` into registers with the given layout. With `optimized=False`, the layout may need slower accesses.
-
-    In the simulator, `ref` is read without a layout, because older versions of the simulator lack `plgpu.load`.
-    """
+    """Load `ref` into registers with the given layout. `optimized=False` also permits layouts with slower accesses."""
     if simulating() is not None:
         return ref[...]
-    # Older versions of JAX also require an index.
+    # Older versions of the simulator lack `plgpu.load`. Older versions of JAX require an index.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     needs_index = index is not None and index.default is index.empty
     return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
-    """Write `value` to device memory, whatever its layout in registers."""
+    """Write `value` to device memory from any layout in registers."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -41,14 +37,13 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Number of rows that `sums_over_lanes` sums at once: two tiles of its layout, 16 rows each. Not tuned."""
+"""Rows that `sums_over_lanes` sums at once: two tiles of its layout, 16 rows each. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Sum each row of `rows (n, lanes)` in shared memory, and write the sums to `totals (n,)` in device memory.
 
-    All sums share one barrier. n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of
-    `LANES`.
+    n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of `LANES`.
     """
     # A warp reads four rows, with eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
@@ -71,42 +66,42 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return shared memory for an operand of the tensor cores, in tiles of eight rows of `row_bytes` bytes."""
+    """Return shared memory for a tensor-core operand, in tiles of eight rows of `row_bytes` bytes."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return swizzled shared memory for bulk copies. Its last axis may take at most `OPERAND_BYTES` bytes. Swizzling
-    avoids bank conflicts between threads that store a `wgmma` accumulator."""
+    """Return swizzled shared memory for bulk copies, with at most `OPERAND_BYTES` bytes on the last axis. Swizzling
+    avoids bank conflicts when threads store a `wgmma` accumulator."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Return shared memory with two views: an `operand` for products, and a box, which is `swizzled` memory for bulk
-    copies. The box has the shape `box` and the same rows as the operand.
+    """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
+    `box` for bulk copies. Both views have the same rows.
 
-    A bulk copy into the operand must begin at a multiple of the operand's tile in device memory. A bulk copy into the
-    box may begin anywhere. In the simulator, the result is only the operand.
+    A bulk copy to the operand must begin at a multiple of its tile in device memory, and a bulk copy to the box may
+    begin anywhere. In the simulator, the result is only the operand.
     """
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
 
 def as_operand(ref: Any) -> Any:
-    """Return the operand of memory from `operand_and_box`: the view for products, loads, and stores."""
+    """Return the operand of memory from `operand_and_box`."""
     return ref if simulating() is not None else ref[0]
 
 
 def as_box(ref: Any) -> Any:
-    """Return the box of memory from `operand_and_box`: the view for bulk copies. Not for use in the simulator."""
+    """Return the box of memory from `operand_and_box`, which the simulator does not have."""
     return ref[1]
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Run `plgpu.wgmma` with the left operand in registers. In the simulator, first copy the left operand to `scratch`
-    in shared memory."""
+    """Run `plgpu.wgmma` with the left operand in registers. The simulator first copies it to `scratch` in shared
+    memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -118,10 +113,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return each of `sums` plus the products that `add(*accumulators)` adds to its accumulator with `plgpu.wgmma`.
-
-    Accumulators begin at `sums`. In the simulator, they can only begin at zero, so `sums` are added afterwards.
-    """
+    """Return each of `sums` plus the products that `add(*accumulators)` adds to its accumulator with `plgpu.wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -134,8 +126,8 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to the nearest TF32 values; the tensor cores would truncate them instead. Return other
-    dtypes unchanged."""
+    """Round float32 values to the nearest TF32 values, which the tensor cores would truncate. Return other dtypes
+    unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -144,16 +136,16 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`. A loop's carry needs one layout in all iterations."""
+    """Return float32 zeros in the register layout of `vector`, for loops, whose carry must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
     """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    The threads of a CTA share a vector. Each thread has at most 4 of its elements, or 2 if the arrays have different
-    dtypes. The reason for 2 is that a thread loads up to 8 bytes at once, which are 4 elements in half precision but
-    only 2 in float32, and that vectors can be combined only if their loads have the same number of elements.
+    The threads of a CTA share a vector, with at most 4 elements per thread, or 2 if the dtypes differ. A thread loads
+    up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors can be combined only if their
+    threads load the same number of elements.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -163,8 +155,8 @@ def vector_length(*arrays: Array) -> int:
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number.
 
-    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of these operations
-    convert booleans, and JAX 0.11 starts a process for each such conversion in a kernel.
+    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of them convert
+    booleans, for which JAX 0.11 starts a process per conversion in a kernel.
     """
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
@@ -175,7 +167,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Convert a Python integer to the dtype of `number`; in 64-bit mode, JAX would convert it to 64 bits."""
+    """Convert a Python integer to the dtype of `number`. In 64-bit mode, JAX would convert it to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

@@ -1,7 +1,6 @@
-"""Mosaic GPU, imported when a kernel first uses one of its names.
+"""Mosaic GPU, imported when a kernel first uses one of its names, because the import is slow.
 
-The import is slow, and a program without kernels does not need it. Kernels therefore import `plgpu` from this module,
-and use it only within functions.
+Kernels import `plgpu` from this module, and use it only within functions.
 """
 
 import importlib

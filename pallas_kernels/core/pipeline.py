@@ -1,16 +1,15 @@
 """The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
 
-A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage
-`step % stages`, and then signal the stage's barrier. Readers of the stage wait at this barrier. There are two ways to
-keep the ring of stages full:
+A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
+stages`, and then signal the stage's barrier, at which readers wait. There are two ways to keep the ring of stages full:
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
   `fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` waits at the barriers `free` until the
   consumers have `release`d a stage, and then fills it again.
 
-JAX's `plgpu.emit_pipeline` is slightly faster in LayerNorm's forward: docs/lab/2026-11-22-pipelines.md. It has separate
-buffers for inputs and outputs, which do not fit in shared memory in LayerNorm's backward.
+JAX's `plgpu.emit_pipeline` is slightly faster in LayerNorm's forward (docs/lab/2026-11-22-pipelines.md). Its separate
+buffers for inputs and outputs do not fit in shared memory in LayerNorm's backward.
 """
 
 import dataclasses
@@ -30,13 +29,13 @@ class Ring:
     """A ring of stages in shared memory.
 
     Attributes:
-      copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier` when they finish.
-      loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has separate barriers, with
-        index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
+      copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
+      loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has its own barriers, with
+          index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: the index of the only stage that this ring uses, or None if it uses all. Several warpgroups, each
-        with a ring of one stage, can thus share arrays of stages and barriers.
+      fixed_stage: the only stage that this ring uses, or None if it uses all. Several warpgroups can thus share arrays
+          of stages and barriers.
       turn: in a ping-pong schedule, the consumer that uses the ring, or for which the producer fetches.
     """
 
@@ -64,17 +63,15 @@ class Ring:
             pl.when(step < self.steps)(start)
 
     def prefetch(self, count: int) -> None:
-        """Start the copies of the first `count` steps."""
         for step in range(count):
             self.fetch(step)
 
     def wait(self, step: Any) -> None:
-        """Wait for a step's copies."""
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer that the calling consumer has read a step's stage. If the consumer read the stage into
-        registers, it must call `commit_smem` first."""
+        """Tell the producer that this consumer has read the step's stage. After a read to registers, call `commit_smem`
+        first."""
 
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 

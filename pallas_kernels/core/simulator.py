@@ -1,6 +1,6 @@
 """The Mosaic GPU simulator, which runs kernels on a CPU, fills unwritten memory with NaN, and finds data races.
 
-Only this file imports JAX's private modules of the simulator. Parts of them are public from JAX 0.12 on.
+Only this file imports private modules of JAX's simulator.
 """
 
 import contextlib
@@ -21,18 +21,16 @@ def simulating() -> Any:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Return a context in which kernels run in the Mosaic GPU simulator, on the CPU.
+    """Return a context in which kernels run in the Mosaic GPU simulator, slowly, on the CPU.
 
-    This is slow, because each memory access calls a Python function. Floats in new memory are NaN, and integers are the
-    largest value of their dtype. An out-of-bounds read raises an error. A data race raises an error where it occurs, or
-    a `RuntimeError` when the context ends.
+    Floats in new memory are NaN, and integers are the largest value of their dtype. An out-of-bounds read raises an
+    error. A data race raises an error where it occurs, or a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    # Before JAX 0.12, the simulator passes layout casts to XLA, which cannot lower them. In the simulator, they do
-    # nothing.
+    # Before JAX 0.12, the simulator passes layout casts, which do nothing there, to XLA, which cannot lower them.
     mlir.register_lowering(layout_cast_p, lambda context, x, **layout: [x], platform="cpu")
     simulator.reset_gpu_interpret_mode_state()
     try:

@@ -29,7 +29,7 @@ class Kernel:
     """A function that launches a kernel, together with the kernel's requirements and heuristic.
 
     Attributes:
-      name: name of the file, followed by the name of the function, such as `conv2d.correlate`.
+      name: name of the file and of the function, such as `conv2d.correlate`.
       capability: the only compute capability that the kernel supports, or None for all from 9.0 on.
     """
 
@@ -59,7 +59,7 @@ class Kernel:
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:
-        """Whether the kernel supports these arguments and its heuristic has a config for them."""
+        """Whether the arguments are supported and the heuristic has a config for them."""
         return self.unsupported(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:
@@ -86,7 +86,8 @@ def kernel(
     """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
     Args:
-      heuristic: maps `(*arrays, **options)` to the config, a frozen dataclass, or to None.
+      heuristic: maps `(*arrays, **options)` to a config, a frozen dataclass, or to None if another kernel or XLA is
+          faster.
       unsupported: maps `(*arrays, **options)` to the reason why these arguments are unsupported, or to None.
       capability: see `Kernel`.
     """
@@ -94,7 +95,7 @@ def kernel(
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
-    """Raise ValueError unless the size of a tile divides the length of the axis that the tiles divide."""
+    """Raise ValueError unless a tile's size divides the length of its axis."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}, the size of its axis")
 
