@@ -1,11 +1,11 @@
 """Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example. A CTA of `correlate` computes one row of the output for a few output channels and one block
-of the batch. It loads pixels and weights from device memory, and keeps the sums in registers.
+of the batch. It keeps the sums in registers.
 
-A CTA of `correlate_batch` computes a tile of the gradient with respect to the filters, summed over some rows of dy and
-some examples. It keeps one sum per element and lane in registers. It then sums each element over the lanes, and writes
-it. XLA adds the results of all CTAs that compute one tile. `sum_batch` computes the bias gradient in this way, too.
+A CTA of `correlate_batch` computes a tile of the filters' gradient, summed over some rows of dy and some examples. It
+keeps one sum per element and lane in registers, and finally sums over the lanes. XLA adds the results of all CTAs that
+compute one tile. `sum_batch` computes the bias gradient in this way, too.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums in a thread's 255 registers. Operands and addresses also need registers."""
+"""Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum number of unrolled taps, which are positions of a filter. Compile time grows with this number. Not tuned."""
+"""Maximum unrolled taps, which are positions of a filter. Compile time grows with this number. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted number of CTAs of `correlate_batch`: several per multiprocessor of any current GPU."""
+"""Wanted CTAs of `correlate_batch`: several per multiprocessor of any current GPU."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -36,7 +36,7 @@ _WANTED_PROGRAMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateConfig:
-    """Tiles of `correlate`: number of output channels and of examples per CTA."""
+    """Output channels and examples per CTA."""
 
     channels: int
     lane_block: int
@@ -51,7 +51,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
     k is an output channel, c an input channel, (i, j) a position in the output, (u, v) a position in the filter, and n
-    an example. `stride` is the row stride for i and the column stride for j.
+    an example. `stride` has one stride for i and one for j.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
@@ -95,8 +95,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter, divided into blocks of equal size: c is an input channel, and (u, v) a position
-    in the filter. A kernel loops over blocks, and unrolls the taps of a block."""
+    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over blocks, and unrolls a
+    block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -120,8 +120,8 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Tiles of `correlate_batch`: the four sizes of the tile of dw that a CTA computes, and `splits`, the number of
-    parts into which the sum over dy's rows and the batch is divided."""
+    """Tiles of `correlate_batch`: the four sizes of a CTA's tile of dw, and the number of parts into which the sum over
+    dy's rows and the batch is divided."""
 
     out_channels: int
     in_channels: int
@@ -146,13 +146,12 @@ def _correlate_batch_heuristic(dy: Any, x: Any, *, stride: tuple[int, int] = (1,
 
 
 def _filters(dy, x, stride):
-    """Return the shape `(K, C, F, G)` of the filters' gradient."""
     (K, rows, columns, _), (C, H, W, _) = dy.shape, x.shape
     return K, C, H - (rows - 1) * stride[0], W - (columns - 1) * stride[1]
 
 
 def _units(dy):
-    """Return the number of units. A unit is a row of dy for one block of `LANES` examples."""
+    """Return the number of pairs of a row of dy and a block of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -161,7 +160,7 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
     k is a channel of dy, c a channel of x, (i, j) a position in dy, (u, v) a position in the filter, and n an example.
-    `stride` is the row stride for i and the column stride for j. The order of summation is fixed.
+    `stride` has one stride for i and one for j. The order of summation is fixed.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
@@ -220,15 +219,15 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
 
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
-    """Tile of `sum_batch`: number of examples per CTA."""
+    """Examples per CTA."""
 
     lane_block: int
 
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` for each channel k, over rows r and examples n. dy is `(K, R, N)`,
-    and the result `(K,)` is float32, summed in a fixed order."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` for dy `(K, R, N)`. The result is float32, summed in a fixed
+    order."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

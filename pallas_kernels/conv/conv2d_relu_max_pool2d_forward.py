@@ -1,10 +1,9 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, batch last.
 
 A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch. Each lane has
-one example. It loads the patch, the part of the image that these windows need, from device memory into registers. The
-lane multiplies the patch by each weight, and keeps one sum per position of each window in registers. It then finds each
-window's maximum. The CTA writes the pooled output and one byte per window: the index of the maximum, or one past the
-last index if ReLU returns zero.
+one example. It loads the patch, the part of the image that these windows need, into registers. The lane multiplies the
+patch by each weight, and keeps one sum per position of each window in registers. The CTA writes each window's maximum,
+and one byte: the index of the maximum, or one past the last index if ReLU returns zero.
 
 Windows do not overlap, and the convolution's stride is 1.
 """
@@ -35,11 +34,10 @@ class ForwardConfig:
     """Tiles of `forward`.
 
     Attributes:
-      channels, windows: maximum number of output channels, and of adjacent windows, whose sums a CTA keeps in
-        registers.
-      lane_block: maximum number of examples per CTA.
-      programs_per_multiprocessor: wanted number of CTAs per multiprocessor. If there would be fewer CTAs, each CTA
-        computes fewer channels and windows.
+      channels, windows: maximum output channels, and adjacent windows, whose sums a CTA keeps in registers.
+      lane_block: maximum examples per CTA.
+      programs_per_multiprocessor: wanted CTAs per multiprocessor. If there would be fewer CTAs, each CTA computes fewer
+          channels and windows.
     """
 
     channels: int
@@ -84,13 +82,12 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
     wanted = config.programs_per_multiprocessor * device.target().multiprocessors
-    # If there would be fewer CTAs than wanted, use fewer windows and channels per CTA.
     lane_block = _lane_block(N, config.lane_block)
     rows = (N // lane_block) * P
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # Divide each row of windows among several CTAs: as few as give the grid `wanted` CTAs.
+    # Divide each row of windows among as few CTAs as give the grid `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
@@ -98,7 +95,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # The indices of a row of windows are adjacent in memory, because the backward reads them together.
+        # The backward reads the indices of a row of windows together.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",
@@ -139,8 +136,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Return `sums` plus the products for input channel c. `sums` has, for each output channel and window, a list
-        with one sum per position of the window."""
+        """Return `sums`, a list with one sum per position for each output channel and window, plus channel c's
+        products."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

@@ -1,18 +1,17 @@
 """Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, batch last.
 
-A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. CTAs are persistent. The
-warpgroups of a CTA compute tiles independently, each with a ring of pipeline stages in shared memory. One TMA copy
-fills a stage with the patch, the part of the images that the tile needs. A window has R x S positions. For each
-position (r, s), `wgmma` multiplies a banded matrix of the filters by the patch:
+A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. The warpgroups of a
+persistent CTA compute tiles independently, each with a ring of stages in shared memory. One TMA copy fills a stage with
+the patch, the part of the images that the tile needs. For each of the R x S positions (r, s) in a window, `wgmma`
+multiplies a banded matrix of the filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
 (p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
 column of the patch. The S matrices `weights` stay in shared memory.
 
-There is one accumulator per position (r, s). One thread has a window's sums of all accumulators. This thread finds the
-maximum and its index, while the tensor cores multiply for another warpgroup. TMA stores the pooled output and one byte
-per window, the index of the maximum.
+One thread has the sums of a window at all positions. It finds the maximum and its index, while the tensor cores
+multiply for another warpgroup. TMA stores the pooled output and the indices, one byte per window.
 """
 
 import dataclasses
@@ -49,18 +48,17 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product, one per feature. A feature is a pair: a window of the tile and an output channel."""
+"""Rows of a `wgmma` product, one per feature: a pair of a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""Maximum number of positions per window. With more positions, a thread's sums do not fit in its registers."""
+"""Maximum positions per window. With more positions, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
-"""Number of warpgroups per CTA. Three were no faster: docs/lab/2026-11-23-forward.md."""
+"""Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Maximum number of stages per warpgroup. Not tuned."""
+"""Maximum stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""Smallest batch for which the heuristic selects this kernel. From this batch on, it is as fast as the exact float32
-kernel: docs/lab/2026-11-23-forward.md."""
+"""From this batch on, this kernel is as fast as the exact float32 kernel: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,22 +86,22 @@ class _Sizes(WindowTiles):
 
     @property
     def group(self) -> int:
-        """Elements per row of a tile of an operand: `operand_bytes` in elements."""
+        """Elements per row of an operand."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Number of such rows that hold one pixel for all examples of a tile."""
+        """Rows of an operand that together hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Number of features of a tile. Zeros pad them to the `_FEATURES` rows of a product."""
+        """Features of a tile. Zeros pad them to `_FEATURES`."""
         return self.config.rows * self.K * self.config.columns
 
     @property
     def row(self) -> int:
-        """Number of pixels in a row of the patch, for all channels together."""
+        """Pixels in a row of the patch, for all channels together."""
         return self.C * self.patch[1]
 
     @property
@@ -112,7 +110,7 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Number of rows of the patch that the product for one window position reads."""
+        """Rows of the patch that the product for one window position reads."""
         return self.patch[0] - self.R + 1
 
     @property
@@ -122,8 +120,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stage_rows(self) -> int:
-        """Number of rows of a stage: the rows of the patch, and the rows after it that the last position's product also
-        reads."""
+        """Rows of a stage: the patch, and the rows after it that the last position's product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -141,15 +138,15 @@ class _Sizes(WindowTiles):
 
     @property
     def stages(self) -> int:
-        """The largest number of stages per warpgroup that fits in shared memory."""
+        """Maximum stages per warpgroup that fit in shared memory."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
     def fit(self) -> bool:
         return (
             self.features <= _FEATURES
-            # The product for the next position begins one row of the patch later, which must be the start of a tile of
-            # eight operand rows.
+            # The product for the next window position begins one row of the patch later, at a tile of eight operand
+            # rows.
             and self.row % 8 == 0
             # If a pixel takes several rows of an operand, a tile of eight operand rows must be one row of the patch.
             and (self.panels == 1 or self.patch[1] == 8)
@@ -158,13 +155,11 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two cycles per element of the
-        summed axis."""
+        """Return the estimated clock cycles for all tiles of 64 examples. Each element of the summed axis takes two."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the fewest estimated clock cycles, or None if no config fits."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 0, 0, 0))
     candidates = (
@@ -196,9 +191,9 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute the function `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
-    multiple of 64. w is rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix is NaN. If an
-    example's patch contains a NaN or an infinity, all of the example's windows in the tile are therefore NaN.
+    Arguments and results are as in `conv2d_relu_max_pool2d_forward.forward`, but N may be any multiple of 64. w is
+    rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix is NaN. If an example's patch contains
+    a NaN or an infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -216,7 +211,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The indices of a row of windows are adjacent in memory, because the backward reads them together.
+            # The backward reads the indices of a row of windows together.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -247,20 +242,18 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _by_features(b: Array, sizes: _Sizes) -> Array:
-    """Return the bias of each feature, padded with zeros."""
     b = jnp.broadcast_to(b[:, None], (sizes.config.rows, sizes.K, sizes.config.columns))
     return jnp.pad(b.reshape(-1), (0, _FEATURES - sizes.features))
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return the shared memory of all stages, with a view for TMA and a view for `wgmma`."""
+    """Return the shared memory of all stages, with views for TMA and for `wgmma`."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage. It is 1, except in the simulator, which supports only copies of
-    single rows."""
+    """Return the number of copies that fill a stage. The simulator only copies single rows."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -281,7 +274,7 @@ class _Program:
       place: indices of the maxima, in device memory.
       patches: the stages, in shared memory.
       y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
-      constants_loaded, loaded: barriers for the copies of weights and zeros, and for the copies of patches.
+      constants_loaded, loaded: barriers for the copies of weights and zeros, and of patches.
     """
 
     sizes: _Sizes
@@ -315,8 +308,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Without the zeros, uninitialized memory in these
-        rows could be NaN, and its product with a zero weight would be NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN there, and NaN
+        times a zero weight is NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -8,10 +8,10 @@ n is an example, t a position in window (p, q), k an output channel, and c an in
 patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
 zeros elsewhere. One thread holds the sums for all positions of a window, and finds the maximum and its index.
 
-CTAs are persistent, the weights stay in shared memory, and the warpgroups of a CTA compute tiles independently. The
-tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into shared
-memory, and a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for
-another warpgroup. TMA stores the pooled output and the indices.
+The warpgroups of a persistent CTA compute tiles independently, and the weights stay in shared memory. The tensor cores
+need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into shared memory, and
+a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for another
+warpgroup.
 """
 
 import dataclasses
@@ -51,26 +51,25 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""Smallest batch for which the heuristic selects this kernel. From this batch on, it makes LeNet's training step
-faster, even with the launches that arrange the filters."""
+"""From this batch on, this kernel makes LeNet's training step faster, even with the launches that arrange the
+filters."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
-"""Number of adjacent examples in a row of shared memory: 128 bytes, the widest swizzle."""
+"""Examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Number of pixels in a row of an operand's tile: 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Pixels in a row of an operand's tile: 32 bytes. A warp writes four such rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Number of rows of results per copy to device memory. The swizzle pattern repeats after eight rows."""
+"""Rows of results per copy to device memory. The swizzle pattern repeats after eight rows."""
 _MAX_OUTPUTS = 256
-"""Number of columns of the widest `wgmma`."""
+"""Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers."""
+"""Maximum warpgroups per CTA. With four, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Number of registers per thread that are reserved in addition to those for its sums and its part of a patch. With this
-number, ptxas spills no registers for LeNet."""
+"""Registers per thread in addition to its sums and its part of a patch. With 40, ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
-"""Bytes of shared memory that a multiprocessor reads or writes per clock cycle."""
+"""Bytes of shared memory per multiprocessor and clock cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Config:
 
     Attributes:
       rows, columns: rows and columns of windows in a tile.
-      channels: number of input channels whose patch is transposed and multiplied at a time.
+      channels: input channels whose patch is transposed and multiplied at a time.
     """
 
     rows: int
@@ -101,33 +100,32 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Number of results of a tile per example, one per output channel and window."""
+        """Results of a tile per example, one per output channel and window."""
         return self.K * self.windows
 
     @property
     def outputs(self) -> int:
-        """Number of columns of a tile's product: one per result and window position."""
+        """Columns of a tile's product: one per result and window position."""
         return self.R * self.S * self.features
 
     @property
     def steps(self) -> int:
-        """Steps of a tile's product, one per group of input channels."""
+        """Groups of input channels, one per step of a tile's product."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Number of pixels of the patch in one group of input channels."""
+        """Pixels of the patch in one group of input channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
     def boxed_channels(self) -> int:
-        """Number of output channels per copy of results to device memory."""
+        """Output channels per copy of results to device memory."""
         return _BOX_ROWS // self.windows
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory for the weights and the barriers, and, for each warpgroup, for two patches and the
-        results of one patch."""
+        """Bytes for the weights and the barriers, and for each warpgroup's two patches and results."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
@@ -157,9 +155,8 @@ class _Sizes(WindowTiles):
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, or None if no config fits. Among configs with equally many
-    warpgroups, return one with the fewest clock cycles. More warpgroups were faster even with more estimated cycles:
-    docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, and among these the fewest clock cycles, or None if no config fits.
+    More warpgroups were faster even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -191,12 +188,11 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute the function `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32
-    sums.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32 sums.
 
-    Arguments and results have the shapes that `conv2d_relu_max_pool2d_forward.forward` describes, but N may be any
-    multiple of 64. A NaN or an infinity times a zero in `weights` is NaN. If an example's patch contains a NaN or an
-    infinity, all of the example's windows in the tile are therefore NaN.
+    Arguments and results are as in `conv2d_relu_max_pool2d_forward.forward`, but N may be any multiple of 64. A NaN or
+    an infinity times a zero in `weights` is NaN. If an example's patch contains a NaN or an infinity, all of the
+    example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -216,7 +212,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The indices of a row of windows are adjacent in memory, because the backward reads them together.
+            # The backward reads the indices of a row of windows together.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -251,8 +247,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a patch. It is 1, except in the simulator, which supports only copies of
-    single rows."""
+    """Return the number of copies that fill a patch. The simulator only copies single rows."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
@@ -282,7 +277,7 @@ class _Program:
       place: indices of the maxima, in device memory.
       patches, operands: each warpgroup's patch, and its transposed patch, in shared memory.
       y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
-      weights_loaded, loaded: barriers for the copies of the weights, and for the copies of patches.
+      weights_loaded, loaded: barriers for the copies of the weights, and of patches.
     """
 
     sizes: _Sizes
@@ -346,7 +341,7 @@ class _Program:
         for step in range(steps):
             plgpu.barrier_wait(self.loaded.at[self.warpgroup])
             patch = [self.read(group) for group in range(EXAMPLES // _GROUP)]
-            # After this barrier, all threads have read the patch. The next patch is copied during this product.
+            # All threads have now read the patch. The next patch is copied during this product.
             plgpu.commit_smem()
             if step + 1 < steps:
                 self.fetch(unit, step + 1)

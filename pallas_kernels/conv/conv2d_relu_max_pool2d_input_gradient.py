@@ -1,10 +1,9 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
-per lane, and keeps their sums in registers. A window reaches a cell if the convolution's filter, at some position of
-the window, reads pixels of the cell. For every window that reaches the CTA's cells, each lane loads dy and the index of
-the maximum from device memory. It multiplies each weight by dy at the position of the maximum, and by zero at the other
-positions. The CTA then writes each position of dx once. The kernel does not use shared memory.
+per lane, and keeps their sums in registers. A window reaches a cell if the filter, at some position of the window,
+reads pixels of the cell. For every window that reaches the CTA's cells, each lane loads dy and the index of the
+maximum. It multiplies each weight by dy at the position of the maximum, and by zero at the other positions.
 """
 
 import dataclasses
@@ -24,11 +23,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
-"""Maximum number of sums of dx that a thread keeps in registers."""
+"""Maximum sums of dx per thread, in registers."""
 _MAX_CELL_REGISTERS = 200
-"""Maximum number of registers per thread for sums, gradients, and loads. The other registers are for weights."""
+"""Maximum registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""Maximum number of unrolled products. A thousand products take up to two seconds to compile."""
+"""Maximum unrolled products. A thousand products take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +35,10 @@ class InputGradientConfig:
     """Tiles of `input_gradient`.
 
     Attributes:
-      channels: number of input channels per CTA, a divisor of the number of input channels.
-      cells: number of adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
-      ahead: number of output channels per iteration, a divisor of the number of output channels. During an iteration,
-        the gradients for the next iteration are loaded.
+      channels: input channels per CTA, a divisor of all input channels.
+      cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
+      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients for the next
+          iteration are loaded.
     """
 
     channels: int
@@ -48,7 +47,7 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and of columns of cells that cover the input."""
+    """Return the rows and columns of cells that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -67,7 +66,7 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the largest numbers of cells and channels per CTA that leave enough CTAs to keep the GPU busy.
+    # Choose the most cells and channels per CTA that leave enough CTAs to keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
@@ -93,8 +92,8 @@ class _Cut:
     """The division of a row of cells into groups, one per CTA. The last group may have fewer cells.
 
     Attributes:
-      columns, cells: number of cells per row, and per group.
-      Q, G, S: number of windows in a row, of columns of the filter, and of columns of a window.
+      columns, cells: cells per row, and per group.
+      Q, G, S: windows in a row, columns of the filter, and columns of a window.
     """
 
     columns: int
@@ -120,13 +119,13 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Maximum number of windows in a row that reach a group's cells."""
+        """Maximum windows in a row that reach a group's cells."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Number of products along the column axis, over all distinct parts. There is one product for each window,
-        column of the window, and column of the filter that together contribute to a cell of the part."""
+        """Products along the column axis, over all distinct parts. There is one product for each window, column of the
+        window, and column of the filter that together contribute to a cell of the part."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -164,10 +163,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # The weights of several channels for one position of the filter are adjacent, so one instruction loads them.
+        # One instruction loads the weights of several channels for one position of the filter.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The most windows reach the rows in the middle. Their CTAs start first, so that the last CTAs take little time.
+        # The most windows reach the middle rows. Their CTAs start first, so that the last CTAs take little time.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -182,8 +181,6 @@ def outwards(n, count):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradientProgram:
-    """One CTA, which computes a group of cells in one of `rows` rows, for a few input channels."""
-
     window: tuple[int, int]
     rows: int
     cut: _Cut
@@ -197,12 +194,11 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the CTA's cells. `part` has their number and windows, and `at` has the index of the first cell, the
-        block of channels, and the slice of examples."""
+        """Compute the cells of `part`. `at` has the index of the first cell, the block of channels, and the
+        examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)
-        # Loop upwards over the rows of windows that reach the cells.
         for back in range((F + R - 2) // R + 1):
             p = row - back
             exists = (p >= 0) & (p < P)
@@ -229,7 +225,7 @@ class _InputGradientProgram:
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
     def add_windows(self, w, c, back, part, k, gradients, sums):
-        """Add the products for output channel k and the row of windows that lies `back` rows above the cells."""
+        """Add the products for output channel k and the row of windows that is `back` rows above the cells."""
         (*_, F, G, channels), (R, S), width = w.shape, self.window, part.cells * self.window[1]
         products = {}
         for column, (gradient, maximum) in zip(part.windows, gradients, strict=True):

@@ -8,13 +8,12 @@ group reaches the cell at its own position, some cells below it, and the cells d
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
 m is a row and j a column of cells. The sum is over the groups that reach the cell. a counts the rows from the group
-down to the cell. b is 0 for the group in the cell's column, and 1 for the group in the column to the left. `routed` has
-dy at the positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
+down to the cell. b is 0 for the group in the cell's column, and 1 for the group to the left. `routed` has dy at the
+positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
 
 A CTA computes 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory once. For
-each row of windows, a warpgroup loads dy and the indices of the maxima into registers, and writes one group's `routed`
-to shared memory. A cell's sums stay in registers until the last row of windows that reaches the cell. TMA then stores
-them through shared memory.
+each row of windows, a warpgroup loads dy and the indices, and writes one group's `routed` to shared memory. A cell's
+sums stay in registers until the last row of windows that reaches the cell. TMA then stores them through shared memory.
 """
 
 import dataclasses
@@ -39,28 +38,28 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Number of columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
+"""Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers, enough for its sums."""
+"""Maximum warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Maximum number of sums per thread, for the cells in one column that one row of windows reaches. With more sums, the
-thread spills registers."""
+"""Maximum sums per thread, for the cells in one column that one row of windows reaches. With more sums, the thread
+spills registers."""
 _MIN_BATCH = 2048
-"""Smallest batch for which the heuristic selects this kernel. Below this batch, cuBLAS is as fast."""
+"""Below this batch, cuBLAS is as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of `input_gradient`: the number of adjacent windows in a group."""
+    """Adjacent windows in a group."""
 
     windows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes from the shapes and the number of windows in a group. Letters are as in `WindowTiles`."""
+    """Sizes from the shapes and the windows of a group. Letters are as in `WindowTiles`."""
 
     K: int
     P: int
@@ -75,7 +74,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Number of rows of cells that one row of windows reaches."""
+        """Rows of cells that one row of windows reaches."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -92,7 +91,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Number of elements in a row of a cell, for all channels together."""
+        """Elements in a row of a cell, for all channels together."""
         return self.C * self.cell_width
 
     @property
@@ -101,12 +100,12 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Number of elements of dy per group and example."""
+        """Elements of dy per group and example."""
         return self.K * self.windows
 
     @property
     def routed(self) -> int:
-        """Number of columns of `routed`: one per window position and element of dy."""
+        """Columns of `routed`: one per window position and element of dy."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -154,15 +153,15 @@ def input_gradient(
 ) -> Array:
     """Return dx, computed on the tensor cores with float32 sums.
 
-    `conv2d_relu_max_pool2d_input_gradient.input_gradient` describes the arguments and the result. N must be a multiple
-    of 64. w is rounded to dy's dtype, and float32 operands are rounded to TF32.
+    Arguments and result are as in `conv2d_relu_max_pool2d_input_gradient.input_gradient`. N must be a multiple of 64. w
+    is rounded to dy's dtype, and float32 operands are rounded to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
+        # The forward stores the indices by rows of windows, so this needs no transpose.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -243,8 +242,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the products of row p of windows to the sums of the cells that it reaches. Write the cell in row p, which
-        no later row of windows reaches, and return the sums of the other cells."""
+        """Add row p of windows to the sums of the cells that it reaches. Write the cell in row p, which no later row of
+        windows reaches, and return the other sums."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
@@ -287,7 +286,7 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Add the products of the group in the column of this warpgroup's cells, and of the group to the left of it."""
+        """Add the products of the group in this warpgroup's column, and of the group to its left."""
         sizes = self.sizes
 
         def add_group(b, _):

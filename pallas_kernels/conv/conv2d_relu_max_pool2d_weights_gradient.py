@@ -2,9 +2,9 @@
 
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane loads dy, the index of
-the maximum, and the patch of x that the window needs from device memory. It multiplies dy by the part of the patch that
-the filter reads at the position of the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds
-the sums of the splits.
+the maximum, and the patch of x that the window needs. It multiplies dy by the part of the patch that the filter reads
+at the position of the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds the sums of the
+splits.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum number of sums in a thread's 255 registers. Operands and addresses also need registers."""
+"""Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Estimated number of registers per thread in addition to those for sums and patch. With this number, the estimated
-number of resident CTAs agrees with ptxas for LeNet."""
+"""Estimated registers per thread besides sums and patch. The estimated number of resident CTAs then agrees with ptxas
+for LeNet."""
 _MAX_PATCH = 72
-"""Maximum number of elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Maximum elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
@@ -47,10 +47,9 @@ class WeightsGradientConfig:
     """Tiles of `weights_gradient`.
 
     Attributes:
-      channels: number of output channels per CTA, a divisor of the number of output channels.
-      windows: number of adjacent windows whose common patch a thread reads at once, a divisor of the number of windows
-        in a row.
-      programs_per_multiprocessor: wanted number of CTAs per multiprocessor.
+      channels: output channels per CTA, a divisor of all output channels.
+      windows: adjacent windows whose common patch a thread reads at once, a divisor of the windows in a row.
+      programs_per_multiprocessor: wanted CTAs per multiprocessor.
     """
 
     channels: int
@@ -58,18 +57,17 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units. A unit is `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits that gives `programs_per_multiprocessor` CTAs per multiprocessor. It may exceed
-        the number of units."""
+        """Return the splits for `programs_per_multiprocessor` CTAs per multiprocessor, perhaps more than units."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
     def units_a_split(self, dy: Any, x: Any) -> int:
-        """Return the number of units per split. The last split may have fewer."""
+        """Return the units per split. The last split may have fewer."""
         units = self.units(dy)
         return -(-units // min(units, self.wanted_splits(dy, x)))
 
@@ -82,8 +80,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the number of sums of a CTA: one per weight and one for the bias of each output channel, rounded up for
-    `sums_over_lanes`."""
+    """Return the sums of a CTA: one per weight and bias, rounded up for `sums_over_lanes`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -99,7 +96,7 @@ def _weights_gradient_unsupported(dy: Any, place: Any, x: Any, *, window: tuple[
 
 
 def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[int, int]) -> WeightsGradientConfig:
-    """Return the config by a rule that was found in a sweep on an H200."""
+    # Measured on an H100.
     (F, G), (R, S), (K, _, Q, _), gpu = _filter_size(dy, x, window), window, dy.shape, device.target()
     patch = lambda windows: (F + R - 1) * (G + windows * S - 1)  # noqa: E731
     windows = largest_divisor(Q, 4, lambda d: patch(d) <= _MAX_PATCH)
@@ -133,8 +130,7 @@ def weights_gradient(
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Return the results of `weights_gradient` from a kernel without shared memory, which Pallas' interpreter can
-    run."""
+    """Compute `weights_gradient` without shared memory, so that Pallas' interpreter can run it."""
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
 
 
@@ -148,7 +144,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
+        # The forward stores the indices by rows of windows, so this needs no transpose.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),

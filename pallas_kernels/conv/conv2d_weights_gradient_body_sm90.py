@@ -2,10 +2,10 @@
 
 A unit is one row of windows for the examples of one step. TMA copies each unit's rows of x and dy into a stage of the
 ring in shared memory. The warpgroups write the routed gradient to shared memory. For `conv2d_relu_max_pool2d`, the
-routed gradient is dy at the positions of the maxima, and zero elsewhere. For `conv2d`, it is dy. x and the routed
-gradient are the operands of a product. Each warpgroup multiplies 64 rows of the left operand by the right operand, and
-keeps the sums in registers. After the last unit, the CTA writes its sums to device memory. It reads them back through
-the L2 cache, and adds several sums to the gradient of each weight and bias.
+routed gradient is dy at the positions of the maxima, and zero elsewhere. For `conv2d`, it is dy. Each warpgroup
+multiplies 64 rows of one operand, x or the routed gradient, by the other operand, and keeps the sums in registers.
+After the last unit, the CTA writes its sums to device memory. It reads them back through the L2 cache, and adds several
+sums to the gradient of each weight and bias.
 """
 
 import dataclasses
@@ -25,12 +25,11 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Number of sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
+"""Sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run a warpgroup of a CTA for the `per_split` units of the CTA's split. Each warpgroup has one tile of
-    accumulators."""
+    """Run a warpgroup of a CTA for the `per_split` units of the CTA's split."""
 
     def accumulate(sums):
         first = split * per_split
@@ -50,10 +49,9 @@ class _Program:
       xs: stages with rows of x and eight rows of ones.
       dys, places: stages of dy and of the indices, or None for `conv2d`.
       routed: buffers for the routed gradient, in shared memory.
-      loaded, ready: barriers for the copies into the stages, and the barrier at which the warpgroups arrive after they
-        have routed dy.
+      loaded, ready: barriers for the copies into the stages, and for warpgroups that have routed dy.
       split, c, t: indices of the CTA's split, of its part of the input channels, and of its part of the window
-        positions.
+          positions.
       first, steps: index of the split's first unit, and number of its units.
     """
 
@@ -91,8 +89,7 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Compute `LANES` gradients of weights or biases. Each adds the CTA's sums for several windows and
-        positions."""
+        """Compute `LANES` gradients of weights or biases, each from the sums for several windows and positions."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)
@@ -126,7 +123,7 @@ class _Program:
         stage = ring.stage(step)
         ring.wait(step)
         xs, routed = self.xs.at[stage], self.routed.at[self.scatter_gradients(step, stage)]
-        # After the barrier, all warpgroups have finished their last product, so its operands may be overwritten.
+        # All warpgroups have now finished their last product, so its operands may be overwritten.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.ready)
         plgpu.barrier_wait(self.ready)
@@ -158,14 +155,14 @@ class _Program:
 
     @property
     def layout(self):
-        """Register layout with two rows per warp, for accesses to shared memory without bank conflicts."""
+        """Two rows per warp, for accesses to shared memory without bank conflicts."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """One warpgroup of `weights_gradient`. Successive units write the routed gradient to two buffers in turn."""
+    """One warpgroup of `weights_gradient`. Successive units alternate between two buffers for the routed gradient."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

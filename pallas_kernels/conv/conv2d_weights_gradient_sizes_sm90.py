@@ -8,17 +8,15 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Number of rows of a `wgmma` tile. Each warpgroup has one tile."""
+"""Rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""Maximum number of warpgroups per CTA. With four warpgroups, each thread has 128 registers."""
+"""Maximum warpgroups per CTA. With four, each thread has 128 registers."""
 _MAX_COLUMNS = 160
-"""Maximum number of columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144
-sums."""
+"""Maximum columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
 _MAX_STAGES = 4
-"""Maximum number of stages of the ring. Not tuned."""
+"""Maximum stages of the ring. Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Bytes of shared memory for barriers, sums across warps, and a reserve. The number of stages was measured with this
-value."""
+"""Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were tuned with this value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +24,9 @@ class Config:
     """The division of the sums among CTAs.
 
     Attributes:
-      channels, places: number of input channels, and of window positions, per CTA.
-      images_on_left: if true, x is the left operand and the routed gradient the right operand. If false, the routed
-        gradient is the left operand. The left operand is divided into tiles of 64 rows, one per warpgroup.
+      channels, places: input channels and window positions per CTA.
+      images_on_left: whether x is the left operand and the routed gradient the right operand, or the reverse. The left
+          operand is divided into tiles of 64 rows, one per warpgroup.
     """
 
     channels: int
@@ -43,11 +41,11 @@ class Sizes:
     S is 1.
 
     Attributes:
-      K, C: numbers of output and of input channels.
-      P, Q: numbers of rows and of columns of windows.
+      K, C: output and input channels.
+      P, Q: rows and columns of windows.
       N: batch size.
-      H, W: numbers of rows and of columns of x.
-      R, S: numbers of rows and of columns of a window.
+      H, W: rows and columns of x.
+      R, S: rows and columns of a window.
     """
 
     K: int
@@ -68,7 +66,7 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Number of rows of x that the filters read for one row of windows."""
+        """Rows of x that the filters read for one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
@@ -86,28 +84,27 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a CTA's product, which is the number of rows of the right operand."""
+        """Columns of a CTA's product, which are the rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
     def taps(self) -> int:
-        """Number of weights per output channel, for a CTA's input channels."""
+        """Weights per output channel, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of `LANES` elements that hold a CTA's gradients: first dw in the order (c, u, v, k), then
-        db."""
+        """Vectors of `LANES` elements that hold a CTA's gradients: first dw in the order (c, u, v, k), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
     def x_rows(self) -> int:
-        """Number of rows of a stage for x and the ones."""
+        """Rows of a stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
     def gradient_rows(self) -> int:
-        """Number of rows of dy per stage. Each warpgroup routes an equal share of them."""
+        """Rows of dy per stage. Each warpgroup routes an equal share of them."""
         raise NotImplementedError
 
     @property
@@ -121,23 +118,23 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """The largest number of stages that fits in shared memory."""
+        """Maximum stages that fit in shared memory."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Number of parts of the input channels, and of parts of a window's positions. A CTA computes one of each."""
+        """Parts of the input channels, and of a window's positions. A CTA computes one of each."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
     def examples(self) -> int:
-        """Number of examples per step, which fill a row of an operand."""
+        """Examples per step, which fill a row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property
     def units(self) -> int:
-        """Number of units of all splits. A unit is one row of windows for the examples of one step."""
+        """Units of all splits. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -161,8 +158,7 @@ class Sizes:
 
 
 class _PooledSizes(Sizes):
-    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices of the maxima. The routed gradient is written
-    to two other buffers in turn."""
+    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices. Two other buffers hold the routed gradient."""
 
     @property
     def gradient_rows(self) -> int:
@@ -178,8 +174,7 @@ class _PooledSizes(Sizes):
 
 
 class _ConvolutionSizes(Sizes):
-    """Sizes of the tiles of the kernel `correlate_batch`, and of its shared memory. Each stage of its pipeline holds
-    one tile of x and one of dy, the operands of the matrix product."""
+    """Sizes of `correlate_batch`. A stage holds one tile of x and one tile of dy."""
 
     @property
     def gradient_rows(self) -> int:
@@ -205,8 +200,8 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest estimated clock cycles. Return None if no config fits, or if the numbers of
-    rows of the operands are not multiples of eight. `sizes` maps a config to its `Sizes`."""
+    """Return the config with the fewest clock cycles, or None if none fits. `sizes` maps a config to its `Sizes`. The
+    operands must have multiples of eight rows."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

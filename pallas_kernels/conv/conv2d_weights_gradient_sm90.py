@@ -7,8 +7,7 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 c and k are input and output channels, and n is an example. i is a row, relative to the first row of x that the row of
 windows reads, and j is a column of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the
 positions of the maxima, and zero elsewhere. For a filter position (u, v), the gradient with respect to w[k, c, u, v] is
-the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums, two in three for LeNet's second block,
-are not used.
+the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
 
 The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes the sums for a part of the
 input channels and a part of the window positions, over a split: a part of the rows of windows and of the batch.
@@ -41,8 +40,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""Smallest batch for which the heuristic selects `weights_gradient`. In smaller batches, the tensor cores save less
-time than it takes to compute the gradients from the sums."""
+"""In smaller batches, the tensor cores save less time than it takes to compute the gradients from the sums."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -67,11 +65,11 @@ def weights_gradient(
 ) -> tuple[Array, Array]:
     """Return (dw, db), computed on the tensor cores.
 
-    `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` describes the arguments and the results. If dy and x are
-    float32, dy is rounded to TF32, and x is truncated to TF32.
+    Arguments and results are as in `conv2d_relu_max_pool2d_weights_gradient.weights_gradient`. If dy and x are float32,
+    dy is rounded to TF32, and x is truncated to TF32.
     """
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward stores the indices by rows of windows, so XLA does not need to transpose them.
+    # The forward stores the indices by rows of windows, so this needs no transpose.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -86,8 +84,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the number of rows of dy per product: the smallest of 1, 2, and 4 that is supported, or None. R must
-    divide dy's rows. R times x's columns and R times dy's columns must be multiples of eight."""
+    """Return R, the rows of dy per product: the smallest of 1, 2, and 4 that is supported, or None. R must divide dy's
+    rows. R times x's columns and R times dy's columns must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -103,8 +101,8 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Return (dw, db) of a convolution with stride 1: dw as `conv2d.correlate_batch` defines it, and db, the sum of dy
-    over all axes but the output channels.
+    """Return (dw, db) of a convolution with stride 1: dw as in `conv2d.correlate_batch`, and db, the sum of dy over all
+    axes but the output channels.
 
     If the arrays are float32, dy is rounded to TF32, and x is truncated to TF32.
 
@@ -127,8 +125,8 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
-    """Return the gradients with respect to w and b. `buffers` is the number of buffers for the routed gradient, and
-    `copies` is the number of copies that fill a stage."""
+    """Return the gradients with respect to w and b. `buffers` counts buffers for the routed gradient, and `copies` the
+    copies that fill a stage."""
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
     x, dy, *_ = arrays

@@ -9,9 +9,8 @@ Here t is a position in the output, and u is a position in the filter. A row is 
 
 A CTA computes a block of channels for consecutive positions of one example. Neighboring threads compute neighboring
 channels, so all loads are contiguous. The filters and the last F - 1 rows of x̄ stay in registers, so each row is
-loaded once per CTA. In the backward, the last F - 1 rows of dy stay in registers instead. The backward computes dx, dw,
-and db in one pass, which reads dy and x once and writes dx once. The kernels do not use shared memory, and therefore
-also run in the interpreter.
+loaded once per CTA. In the backward, the last F - 1 rows of dy stay in registers instead. The backward reads dy and x
+once. The kernels do not use shared memory, and therefore also run in the interpreter.
 """
 
 import dataclasses
@@ -28,23 +27,22 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""Maximum number of elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
+"""Maximum elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
 _LOADED_BYTES = 8
-"""Maximum number of bytes of a row per thread: one access of Mosaic GPU. If a row took two accesses per thread, LLVM
-would not prove that they are aligned, and would load single elements."""
+"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM could not prove that two accesses are aligned, and
+would load single elements."""
 _ROWS_AT_ONCE = 8
-"""Number of rows that are loaded before the first of them is used, to hide latency. Not tuned."""
+"""Rows that are loaded before the first of them is used, to hide latency. Not tuned."""
 _MAX_ROWS = 256
-"""Maximum number of rows per CTA. Not tuned."""
+"""Maximum rows per CTA. Not tuned."""
 _PROGRAMS = 8
-"""Wanted number of CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not
-tuned."""
+"""Wanted CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` channels, a multiple of `LANES` that divides the number of channels, and `rows`
-    positions, a multiple of `_ROWS_AT_ONCE`."""
+    """Tile of a CTA: `length` channels, a multiple of `LANES` that divides all channels, and `rows` positions, a
+    multiple of `_ROWS_AT_ONCE`."""
 
     length: int
     rows: int
@@ -76,7 +74,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
       x: `(batch, width, channels)`. The number of channels is a multiple of `LANES`.
       w: `(F, channels)`, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
       b: `(channels,)`, in x's dtype, or None.
-      before, after: number of zeros before and after the sequence.
+      before, after: zeros before and after the sequence.
 
     Returns:
       y `(batch, width + before + after - F + 1, channels)` in x's dtype, computed in float32.
@@ -125,9 +123,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    Here s is a position in x̄, and dy is 0 at positions outside of y. dx is the part of dx̄ without the padding.
-
-    Each CTA adds its terms of dw and db in registers. The sums of the CTAs are then added in a fixed order.
+    Here s is a position in x̄, and dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The
+    sums for dw and db have a fixed order.
 
     Args:
       dy: gradient with respect to y, in y's shape and dtype.
@@ -162,8 +159,8 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. A filter has `taps` elements, and x̄ has `positions` positions. For each example and
-    block of channels, there are `parts` CTAs."""
+    """The body of `gradients`. A filter has `taps` elements, and x̄ has `positions` positions. Each example and block
+    of channels has `parts` CTAs."""
 
     config: Config
     before: int
@@ -174,7 +171,7 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """Compute a part of dx, and the sums of dw and db over this part. A reference to an unused gradient is None."""
+        """Compute a part of dx, dw, and db. A reference to an unused gradient is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
@@ -206,7 +203,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of an example in a block of channels, with `before` rows of zeros before them, and zeros after them."""
+    """The rows of an example in a block of channels, after `before` rows of zeros, and followed by zeros."""
 
     ref: Any
     example: Any
@@ -236,7 +233,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's `rows` rows, beginning with row `first`
-    and ending before row `end`. Return the last carry."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's `rows` rows, from row `first` on and
+    before row `end`. Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

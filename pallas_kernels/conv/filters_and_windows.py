@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Maximum number of positions of a filter in the exact float32 kernels, which unroll all positions."""
+"""Maximum positions of a filter in the exact float32 kernels, which unroll all positions."""
 MAX_PLACES = 16
-"""Maximum number of positions of a pooling window in the exact float32 kernels."""
+"""Maximum positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
-    """Return why the exact float32 kernels do not support filters and windows of these sizes, or None."""
+    """Return why the exact float32 kernels do not support these filters and windows, or None."""
     if filter_rows * filter_columns > MAX_TAPS:
         return f"filters of {filter_rows} x {filter_columns}, which have more than {MAX_TAPS} positions"
     if window[0] * window[1] > MAX_PLACES:
@@ -29,8 +29,8 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]` for integer arrays `row` and `column` that broadcast against each other. The result
-    is zero where (row, column) is outside of the filter."""
+    """Return `w[:, :, row, column]` for integer arrays that broadcast against each other, and zero outside of the
+    filter."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

@@ -2,8 +2,8 @@
 
 The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
 channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
-of every window that can overlap the cell. It adds the gradients in float32 registers, and writes each position of dx
-once, without atomics. The kernel does not use shared memory.
+of every window that can overlap the cell. It adds in float32 registers, and writes each position of dx once, without
+atomics.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Tile of `scatter_gradients`: number of examples per CTA."""
+    """Examples per CTA."""
 
     lane_block: int
 
@@ -49,10 +49,9 @@ def scatter_gradients(
 
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
-      indices: integers of dy's shape. If a window's maximum is at position (u, v) of the window, its index is
-        `u * window[1] + v`.
+      indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
       input_size: height H and width W of the input.
-      padding: number of padding rows above the input, and of padding columns to its left.
+      padding: padding rows above the input, and padding columns to its left.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
@@ -74,8 +73,8 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # For each axis and each window that can overlap the cell: the number of cells from the window's first cell to this
-    # cell, and the cell's offset in the window.
+    # Per axis and window that can overlap the cell: the cells from the window's first cell to this cell, and the cell's
+    # offset in the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):
@@ -87,7 +86,7 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                 exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
                 at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
                 gradient = dy_ref[at].astype(jnp.float32)
-                # For windows that do not exist, use an index that matches no position.
+                # An index of -1 matches no position.
                 index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
                 for r in range(min(stride[0], window[0] - offset_u)):
                     for s in range(min(stride[1], window[1] - offset_v)):

@@ -6,11 +6,11 @@ from typing import Any, Self
 from pallas_kernels.core.layouts import quotient
 
 EXAMPLES = 64
-"""Number of examples per tile. With 64 examples and 64 features, a thread has 32 sums per window position."""
+"""Examples per tile. With 64 examples and 64 features, a thread has 32 sums per window position."""
 MAX_BOX = 256
-"""Maximum number of elements along each axis of a bulk copy."""
+"""Maximum elements along each axis of a bulk copy."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory that are reserved for the barriers. Operands are aligned to 1024 bytes."""
+"""Bytes of shared memory for the barriers. Operands are aligned to 1024 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +18,11 @@ class WindowTiles:
     """Sizes for tiles of `config.rows` x `config.columns` windows.
 
     Attributes:
-      K, C: numbers of output and of input channels.
-      P, Q: numbers of rows and of columns of windows.
+      K, C: output and input channels.
+      P, Q: rows and columns of windows.
       N: batch size.
-      F, G: numbers of rows and of columns of a filter.
-      R, S: numbers of rows and of columns of a window.
+      F, G: rows and columns of a filter.
+      R, S: rows and columns of a window.
     """
 
     K: int
@@ -43,7 +43,7 @@ class WindowTiles:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Numbers of rows and of columns of the patch, the part of an image that a tile reads."""
+        """Rows and columns of the patch, the part of an image that a tile reads."""
         return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
@@ -52,7 +52,7 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units. A unit is a tile for one block of 64 examples."""
+        """Pairs of a tile and a block of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
