@@ -1,11 +1,9 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
-One CTA writes each element of the table's gradient, without atomic additions.
 
-XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. Most runs are short or empty. If a
-row's run is short, one CTA computes the whole row, several blocks of features at once. With one CTA per block, a CTA
-would take longer to launch than to run. If a row's run is long, the row has one CTA per block of features. The CTAs of
-long runs start first, so that they do not finish last. A CTA adds gradients in float32 registers, in the order of the
-tokens.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. If a row's run is short, one CTA
+computes the whole row, several blocks of features at once, because most runs are too short for more CTAs. If a row's
+run is long, the row has one CTA per block of features. The CTAs of long runs start first, so that they do not finish
+last. A CTA adds gradients in float32 registers, in the order of the tokens.
 """
 
 import dataclasses
@@ -23,14 +21,14 @@ from pallas_kernels.core.tiles import kernel
 _LONG_RUN = 64
 """Fewest tokens of a long run. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Number of vectors that are loaded before the first of them is added, to hide latency. Not tuned."""
+"""Vectors that are loaded before the first of them is added, to hide latency. Not tuned."""
 _BLOCKS_AT_ONCE = 8
-"""Maximum number of blocks of features that a CTA computes at once, for a row with a short run. Not tuned."""
+"""Maximum blocks of features that a CTA computes at once, for a short run. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of features per block: a multiple of `LANES` that divides the number of features."""
+    """Features per block: a multiple of `LANES` that divides all features."""
 
     length: int
 
@@ -51,7 +49,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
       order: `(tokens,)`, int32, the indices of the tokens, sorted by row.
-      starts: `(rows + 1,)`, int32. The run of row r begins at `starts[r]` and ends before `starts[r + 1]`.
+      starts: `(rows + 1,)`, int32. The run of row r is from `starts[r]` to `starts[r + 1]` (exclusive).
 
     Returns:
       dtable `(rows, features)` in dy's dtype, summed in float32. Rows without tokens are 0.
@@ -114,9 +112,9 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs. The result has a fixed length; its other entries are the number of rows.
+    """Return the rows with long runs, padded with the number of rows to a fixed length.
 
-    A long run contains a position that is a multiple of `_LONG_RUN`. Only the rows at these positions are tested.
+    A long run contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested.
     """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)

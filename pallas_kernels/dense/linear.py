@@ -1,5 +1,5 @@
-"""The gradients of a dense layer, with the batch as the last axis. A dense layer is a 1 x 1 convolution, so the kernels
-of `conv.conv2d` compute its gradients. In the formulas, o is an output, i an input, and n an example."""
+"""The gradients of a dense layer in exact float32, with the batch last, by the kernels of `conv.conv2d`. A dense layer
+is a 1 x 1 convolution."""
 
 from jax import Array
 

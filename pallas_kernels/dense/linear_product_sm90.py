@@ -1,17 +1,13 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
-A CTA is persistent: it computes one tile of the result after another. A producer warpgroup copies blocks of both
-operands by TMA into a ring of stages in shared memory. Two consumer warpgroups multiply the blocks with `wgmma`, and
-hold the sums in registers. An epilogue stores each tile's sums. Two CTAs can form a cluster. They then compute two
-tiles, one below the other, which need the same blocks of the right operand. Each CTA copies half of each block, and
-multicasts it to both.
+A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow: persistent
+CTAs, a producer warpgroup, and two consumer warpgroups. In the ping-pong schedule, each consumer computes separate
+tiles. In the cooperative schedule, each consumer computes half of the rows of one tile. The tile can then be twice as
+large, so fewer bytes are read per multiplication.
 
-In the ping-pong schedule, each consumer computes separate tiles: one consumer stores a tile while the other multiplies
-the next tile. In the cooperative schedule, both consumers compute the same tile, and each has half of its rows. The
-tile can then be twice as large, so fewer bytes are read per multiplication. If the summed axis is split (split-K),
-there is one result per split.
-
-A kernel is a subclass of `Product`, whose body calls `run`.
+The two CTAs of a cluster compute two tiles, one below the other, which need the same blocks of the right operand. Each
+CTA copies half of each block, and multicasts it to both. If the summed axis is split (split-K), there is one result per
+split.
 """
 
 import dataclasses
@@ -29,12 +25,11 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.tiles import check_divides
 
 ITEM_BYTES = 2
-"""Bytes of a half-precision element."""
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Number of elements of the summed axis that a step multiplies. They fill one row of an operand's tile."""
+"""Elements of the summed axis per step. They fill one row of an operand's tile."""
 
 CONSUMERS = 2
-"""Number of consumer warpgroups. The registers of each consumer hold 64 x 256 or 128 x 128 sums."""
+"""Consumer warpgroups. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers: 512 for a producer
@@ -51,11 +46,11 @@ class Config:
 
     Attributes:
       rows, columns: size of a CTA's tile.
-      stages: number of stages of the ring.
-      splits: number of parts of the summed axis.
-      cluster: number of CTAs per cluster, 1 or 2.
-      raster: the result is divided into blocks of this number of columns of tiles, which are computed one after
-        another. It is 0 for a single block.
+      stages: stages of the ring.
+      splits: parts of the summed axis.
+      cluster: CTAs per cluster, 1 or 2.
+      raster: columns of tiles in a block of the result. The blocks are computed one after another. 0 means a single
+          block.
     """
 
     rows: int
@@ -66,8 +61,8 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return the config with clusters of two CTAs, for results with more tiles than there are multiprocessors."""
-        # With this raster, concurrent tiles form a square, and share rows and columns of the operands in the L2 cache.
+        """Return the config with clusters of two CTAs, for results with more tiles than multiprocessors."""
+        # Concurrent tiles then form a square, and share rows and columns of the operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
@@ -85,10 +80,7 @@ class _Tile(NamedTuple):
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
     """Return the row and column, in units of tiles, of the tile with this index. Tiles are visited row by row within a
-    column block of `width` tiles per row, from its top.
-
-    `plgpu.planar_snake` would visit every other column block from its bottom.
-    """
+    column block of `width` tiles per row. `plgpu.planar_snake` would visit every other block from its bottom."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -104,17 +96,16 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Number of consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, and
-    two in the cooperative schedule."""
+    """Consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, and two in the
+    cooperative schedule."""
 
     def check(self, kernel: str) -> None:
-        """Raise ValueError unless tiles divide the columns, and column blocks divide the columns of tiles."""
         check_divides(kernel, "columns", self.config.columns, self.columns)
         check_divides(kernel, "raster", self.config.raster or self.tile_columns, self.tile_columns)
 
     @property
     def turns(self) -> int:
-        """Number of tiles in progress per CTA: two in the ping-pong schedule, else one."""
+        """Tiles in progress per CTA: two in the ping-pong schedule, else one."""
         return CONSUMERS // self.consumers
 
     @property
@@ -131,7 +122,7 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of all splits; a cluster counts as one tile."""
+        """Tiles of all splits. A cluster counts as one tile."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property
@@ -149,14 +140,14 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand. Each CTA of a cluster copies one half of a block to both
+        """Keyword arguments for copies of the right operand. Each CTA of a cluster copies half of a block to both
         CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Two arrays of barriers: the first, one per turn and stage, for the arrival of copies; the second, one per
-        stage, at which consumers release the stage."""
+        """The barriers for the arrival of copies, one per turn and stage, and the barriers at which consumers release a
+        stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -190,10 +181,9 @@ class Product:
 
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
-            `count` is the number of this step among the steps of all of the CTA's tiles.
-          spans: function from a tile to a list of `(first, end, multiply)`, consecutive ranges of steps with the
-            function for each range. `multiply(stage, *accumulators)` starts the products of a step, and waits for the
-            products of the step before.
+              `count` is the number of this step among all steps of the CTA.
+          spans: maps a tile to a list of `(first, end, multiply)`, consecutive ranges of steps. `multiply(stage,
+              *accumulators)` starts the products of a step, and waits for the products of the step before.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums, which are in registers.
         """
 
@@ -213,10 +203,9 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA, beginning with tile number
-        `first`. Return the last count. `count` is the number of steps of all of the CTA's tiles before this tile,
-        including tiles that are skipped. `turn` is the index of the tile's consumer in the ping-pong schedule, else
-        0."""
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on, and
+        return the last count. `count` is the number of steps of all earlier tiles of the CTA, including skipped tiles.
+        `turn` is the index of the tile's consumer in the ping-pong schedule, else 0."""
 
         def visit_next(i, count):
             number = first + i * stride

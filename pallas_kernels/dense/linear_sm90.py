@@ -3,15 +3,14 @@
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. A CTA computes tiles of
-z or dw by the pipeline of `linear_product_sm90`: TMA copies to shared memory, `wgmma`, and sums in registers.
+Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. The pipeline is in
+`linear_product_sm90`.
 
 For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
-cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. For dw, the summed axis is the outermost
-axis of both operands, which `wgmma` supports in half precision. The summed axis is split (split-K) until all
-multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and columns of ones
-yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these CTAs computes this
-product for a part of the rows.
+cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The summed axis of dw is split (split-K)
+until all multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and
+columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these CTAs
+computes the product with ones for a part of the rows.
 """
 
 import dataclasses
@@ -41,19 +40,17 @@ result's columns, or if one consumer holds the whole tile."""
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
 """Fewest rows for which the heuristics select the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for which
-they select the forward. The lab has no measurement for the number of inputs."""
+they select the forward (not measured)."""
 
 _MAX_STAGES = 6
-"""Maximum number of stages. On Hopper, four stages of the largest tiles fit. Three stages were slower:
-docs/lab/2026-11-21-dense.md."""
+"""On Hopper, four stages of the largest tiles fit. Three stages were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Bytes of shared memory that are reserved: 2 KiB for Mosaic's sums across warps, and 512 bytes for barriers."""
+"""Shared memory for Mosaic's sums across warps (2 KiB) and barriers (512 bytes)."""
 _STEP_MICROSECONDS = 0.75
-"""Estimated microseconds per step of a tile of 128 x 256 on an H200, to choose the number of splits. The lab has no
-page for this number, but the rates in docs/lab/2026-11-21-dense.md are near it."""
+"""Estimated microseconds per step of a tile of 128 x 256 on an H100, to choose the number of splits. The rates in
+docs/lab/2026-11-21-dense.md are near it."""
 _BYTES_A_MICROSECOND = 3e6
-"""Estimated rate at which the splits' sums are written and read, to choose the number of splits. It is less than the
-rate of a copy on an H200. Not tuned."""
+"""Estimated rate at which the splits' sums are written and read, to choose the number of splits. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -95,8 +92,6 @@ class _ForwardRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward(Product):
-    """The product `z = x wᵀ + b`, stored in blocks of columns through shared memory."""
-
     consumers = 1
 
     def body(self, *refs, warpgroup, **ids):
@@ -163,8 +158,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: must have one split, and tiles of 64 or 128 columns that divide the outputs. Otherwise, ValueError is
-        raised.
+      config: must have one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -192,7 +186,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
 # ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
-"""Number of columns of ones: the fewest columns of a wgmma (PTX ISA)."""
+"""The fewest columns of a wgmma (PTX ISA)."""
 
 
 class _WeightsGradientRefs(NamedTuple):
@@ -211,8 +205,6 @@ class _WeightsGradientRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsGradient(Product):
-    """The products `dw = dyᵀ x` and `db = dyᵀ 1`."""
-
     def body(self, *refs, warpgroup, **ids):
         refs = _WeightsGradientRefs(*refs)
         ring = Ring(self.config.stages, functools.partial(self.copy, refs), refs.loaded, free=refs.free)
@@ -242,8 +234,8 @@ class _WeightsGradient(Product):
     def spans(self, refs, warpgroup, tile):
         """Divide the tile's steps over the batch into three consecutive ranges.
 
-        The products of all ranges are added to dw. Only the products of the second range are also added to db. All
-        tiles in a row of tiles contribute to the same db, so their second ranges together cover each step once.
+        Only the products of the second range are also added to db. The second ranges of all tiles in a row of tiles
+        together cover each step once.
         """
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first

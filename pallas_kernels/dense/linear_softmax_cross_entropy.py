@@ -1,9 +1,8 @@
 """Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
-A CTA computes one part of a row. In the first kernel, it loops over the part once. Each thread keeps, in registers, the
-maxima and the sums of exponentials of the logits that it has read. If a maximum grows, the thread rescales the sum. XLA
-combines the statistics of the parts of a row. The second kernel reads the logits and the statistics, and overwrites the
-logits with the gradient.
+A CTA computes one part of a row. In the first kernel, each thread keeps, in registers, the maxima and the sums of
+exponentials of the logits that it has read. If a maximum grows, the thread rescales the sum. XLA combines the
+statistics of the parts. The second kernel overwrites the logits with the gradient.
 """
 
 import dataclasses
@@ -21,9 +20,8 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""`_MAX_PARTS` is the maximum number of parts per row. `_UNROLLED` is the number of vectors whose loads are in flight
-at once; a part has at least this number if the row is long enough. Both come from
-docs/lab/2026-11-26-large-vocabulary.md."""
+"""Maximum parts per row, and vectors whose loads are in flight at once. If the row is long enough, a part has at least
+`_UNROLLED` vectors. Both numbers come from docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -33,8 +31,8 @@ class Config:
 
     Attributes:
       length: logits per vector, a divisor of the row's length.
-      parts: number of parts of a row, one CTA per part.
-      unrolled: number of vectors whose loads are in flight at once.
+      parts: parts of a row, one CTA per part.
+      unrolled: vectors whose loads are in flight at once.
     """
 
     length: int
@@ -68,8 +66,7 @@ def statistics(
     """Compute the statistics of each row of `z = cap(logits + b)`, with `cap(a) = softcap tanh(a / softcap)`.
 
     Args:
-      logits: `(rows, columns)`, columns a multiple of `LANES`. Only the first `classes` columns are logits; the others
-        are padding.
+      logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` columns are padding.
       labels: `(rows,)`, int32. If a row's label is not a class, it must be -1.
       b: bias `(columns,)`, or None.
       softcap: the bound of the cap, or None, for which `cap(a)` is a.
@@ -123,7 +120,6 @@ def statistics(
         name="linear_softmax_cross_entropy_statistics",
     )
     row_largest = jnp.max(largest, axis=1)
-    # The parts are added in a fixed order.
     total = jnp.sum(total * jnp.exp(largest - row_largest[:, None]), axis=1)
     label_bias = None if b is None else b[jnp.maximum(labels, 0)]
     sum_ = jnp.sum(sum_, axis=1) if with_sum else None
@@ -156,8 +152,8 @@ def gradient(
       largest, total: results of `statistics`.
 
     Returns:
-      dlogits in the shape and dtype of the logits. They use the memory of the logits, which XLA copies first if they
-      are still needed. The columns that pad the logits are 0.
+      dlogits in the shape and dtype of the logits, with 0 in padding columns. They use the memory of the logits, which
+      XLA copies first if they are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -201,7 +197,7 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return z in float32 or wider: the logits plus the bias, capped if there is a softcap."""
+    """Return z of `statistics` in float32 or wider."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -233,8 +229,8 @@ class _Part:
         """Return (load_group, number of groups, a vector of zeros).
 
         `load_group(group)` loads `unrolled` vectors, and repeats the part's last vector if there are fewer. For each
-        vector, it returns (exists, z, is_class): whether the vector exists, its z, and the mask of columns that are
-        classes. If all columns are classes, the mask is None.
+        vector, it returns (exists, z, is_class). `is_class` is the mask of columns that are classes, or None if all
+        are.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
@@ -254,5 +250,5 @@ class _Part:
 
 
 def _exp(a):
-    # `exp2` is one instruction (PTX ISA, ex2). `exp` takes several.
+    # `exp2` is one instruction (PTX ISA, ex2); `exp` takes several.
     return jnp.exp2(a * _LOG2_E)

@@ -1,8 +1,7 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Activations have one row per example, padded to a multiple of 32 columns. After the outputs of a hidden layer, a row has
-a 1. The weight gradient of the next layer is a product with these rows. Its column for the 1 is therefore the bias
-gradient of the next layer.
+Activations have one row per example, padded to a multiple of 32 columns. A 1 follows the outputs of a hidden layer in
+each row. In the product of these rows for the next layer's dw, the column for the 1 is therefore the next layer's db.
 """
 
 import dataclasses
@@ -19,31 +18,30 @@ from pallas_kernels.core.layouts import OPERAND_BYTES, operand
 from pallas_kernels.core.mosaic import plgpu
 
 EXAMPLES = 64
-"""Number of examples per CTA, which divides the batch size: the 64 rows of a wgmma (PTX ISA)."""
+"""Examples per CTA, which divide the batch: the 64 rows of a wgmma (PTX ISA)."""
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Number of a layer's inputs in a slice of its weights. They fill one row of an operand's tile."""
+"""Inputs of a layer in a slice of its weights. They fill one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Number of columns of dx that `forward_and_gradients` computes at once. More columns would need larger stages, and the
-activations of all layers also take shared memory. Not tuned."""
+"""Columns of dx that `forward_and_gradients` computes at once. More columns would need larger stages in shared memory.
+Not tuned."""
 _MAX_STAGES = 8
-"""Maximum number of slices in the ring. More slices bring no speedup (docs/lab/2026-11-21-dense.md). Not tuned."""
+"""Maximum slices in the ring. More slices bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
 """Bytes of shared memory that stay free. Mosaic's sums across warps and barriers take less than 3 KiB. The rest keeps
-the numbers of stages with which docs/lab/2026-11-21-dense.md measured LeNet's layers."""
+the numbers of stages that were measured in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of slices in the ring of weights. `weighed_gradients` has no ring, and its number is 1."""
+    """Slices in the ring of weights. `weighed_gradients` has no ring, and its number is 1."""
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of rows: of x, of the outputs of each hidden layer with the 1 after them, and of the
-    logits."""
+    """Return the padded widths of the rows of x, of each hidden layer's outputs with the 1, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
@@ -53,7 +51,7 @@ class Network:
     """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs).
 
     Attributes:
-      sizes: number of inputs of the first layer, then each layer's number of outputs.
+      sizes: inputs of the first layer, then each layer's outputs.
     """
 
     sizes: tuple[int, ...]

@@ -1,6 +1,5 @@
-"""Loads, stores, and softmax for the 64 examples of a CTA, in the kernels for multi-layer perceptrons. In device
-memory, an example is a row of some arrays and a column of others. In shared memory, an operand of `wgmma` has one row
-per example."""
+"""Loads, stores, and softmax for the 64 examples of a CTA, in the kernels for multi-layer perceptrons. In shared
+memory, an operand of `wgmma` has one row per example."""
 
 from typing import Any, NamedTuple
 
@@ -43,8 +42,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store rows to the operand and to `ref`. With `bulk`, a TMA copy from the operand to `ref` is started, and may
-    still run after the return."""
+    """Store rows to the operand and to `ref`. With `bulk`, this starts a TMA copy to `ref`, which may run on after the
+    return."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -63,17 +62,17 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    An infinite or NaN input times the zeros that pad a layer's weights is NaN, so the padding of the layer's rows
-    becomes NaN. Without the mask, this padding would make all columns of the next layer NaN.
+    An infinite or NaN input times the zeros that pad a layer's weights is NaN. Without the mask, this NaN in the
+    padding would make all columns of the next layer NaN.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits, in registers. `shifted_logits` has the logits minus the maximum of their row,
-    and -inf in the columns after the last class. `exponentials` has their exponentials, and `total` has the sum of each
-    row of exponentials. `label_mask` is true in the column of a row's label."""
+    """The softmax of each row of logits, in registers. `shifted_logits` has the logits minus their row's maximum, and
+    -inf after the last class. `total` has the sum of each row of exponentials. `label_mask` is true in the label's
+    column."""
 
     shifted_logits: Array
     exponentials: Array
@@ -100,5 +99,4 @@ def valid_labels(labels: Array, classes: int) -> Array:
 
 
 def spread(values: Array, block: Array) -> Array:
-    """Broadcast one value per row to the shape of a block."""
     return lax.broadcast_in_dim(values, block.shape, [0])

@@ -1,10 +1,8 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream by TMA through a
-ring of stages in shared memory (`mlp_stream_sm90`). `wgmma` multiplies the activations by slices of the weights. Bias,
-ReLU, and softmax are computed on the sums in registers. The forward writes the losses, the logits, and each layer's
-outputs. The backward writes the gradients with respect to the logits, to each hidden layer's sums before ReLU, and to
-x. Factors of products are rounded to TF32; the rest is in float32. Rows are padded to `Network.widths`.
+A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream through a ring of
+stages (`mlp_stream_sm90`). Bias, ReLU, and softmax are computed on the sums in registers. Factors of products are
+rounded to TF32; the rest is in float32. Rows are padded to `Network.widths`.
 
 For small batches, launches and latencies take most of the time. One kernel therefore computes the forward and, without
 dy, the gradients of each example's loss. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients
@@ -37,14 +35,14 @@ from pallas_kernels.dense.mlp_rows_sm90 import (
 from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 
 _MAX_COLUMNS = 256
-"""Maximum number of columns of a wgmma (PTX ISA)."""
+"""Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch size for which one kernel computes both the forward and the gradients. Compared with two kernels, it
-was faster at 1024, and slower at 8192: docs/lab/2026-11-21-dense.md."""
+"""Largest batch for which one kernel computes the forward and the gradients. Compared with two kernels, it was faster
+at 1024, and slower at 8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """Return why `forward` or `backward` does not support the arguments, or None. The two kernels are used together."""
+    """Return why `forward` or `backward` does not support the arguments, because they are used together, or None."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -86,8 +84,8 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute all layers, and return the logits. The outputs of a hidden layer are written to the next layer's operand,
-    and to device memory."""
+    """Compute all layers, and return the logits. Write a hidden layer's outputs to the next operand and to device
+    memory."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -133,7 +131,7 @@ def forward(
     bias.
 
     Args:
-      x: `(widths[0], N)`, one example per column, as the convolutions return it.
+      x: `(widths[0], N)`, one example per column.
       labels: `(N,)` int32. If a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
@@ -167,8 +165,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`. `operands` are the gradients with respect to each layer's sums before ReLU, in shared
-    memory."""
+    """References of `backward`. `operands` are the gradients with respect to each layer's sums, in shared memory."""
 
     dy: Any
     labels: Any
@@ -227,7 +224,7 @@ def backward(
 
     Returns:
       The gradients with respect to the logits and to each hidden layer's sums, last layer first, then dx. They have the
-      shapes of the logits, of each h, and of x. Elements after a layer's outputs are zero.
+      shapes of the logits, of each h, and of x, with zeros after a layer's outputs.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -286,11 +283,8 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Compute the results of `forward`, and of `backward` for dy = 1.
-
-    Returns:
-      (loss, logits, hidden, gradients): the results of `forward`, and a tuple of the results of `backward` for dy = 1.
-      If an example's label is not the index of a class, its gradients are 0.
+    """Compute (loss, logits, hidden, gradients): the results of `forward`, and a tuple of the results of `backward` for
+    dy = 1. If an example's label is not the index of a class, its gradients are 0.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T

@@ -1,8 +1,7 @@
 """The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
 
-The weights of each product are padded, rounded to TF32, and divided into slices. A slice has the weights for 32 inputs
-and all outputs of the product. A kernel copies slices by TMA to a ring of stages in shared memory. `wgmma` multiplies
-rows in shared memory by the slices, with the sums in registers.
+The weights of each product are padded, rounded to TF32, and divided into slices, of 32 inputs and all outputs each. A
+kernel copies slices by TMA to a ring of stages. `wgmma` multiplies rows in shared memory by the slices.
 """
 
 import dataclasses
@@ -46,7 +45,7 @@ class Stream:
 
     Attributes:
       products: (inputs, outputs) of each product, in the order of use.
-      weights: all slices in device memory. A slice has one row per output.
+      weights: all slices in device memory, with one row per output.
     """
 
     products: list[tuple[int, int]]
@@ -85,10 +84,8 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return `operand` times the weights of the matrix product with this number.
-
-        Call this once per product, in the order of the numbers, because the weights are loaded in this order.
-        """
+        """Return `operand` times the weights of this product. Call this once per product, in the order in which weights
+        are loaded."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
         ahead = self.stages.shape[0] - 1
@@ -101,7 +98,7 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # After this wait and barrier, every warp has finished multiplying the previous slice.
+                # Every warp has now finished multiplying the previous slice.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

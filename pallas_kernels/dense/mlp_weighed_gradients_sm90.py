@@ -1,9 +1,9 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw for 128 examples. It loads the gradients with respect to the layer's sums and
-the layer's inputs, and multiplies the gradients by dy. It stores gradients and inputs in shared memory, transposed, and
-multiplies them with `wgmma`. XLA then adds the dw of all groups of 128 examples in a fixed order. A 1 after the inputs
-of each example yields db as a column of dw. Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw for 128 examples. It multiplies the gradients with respect to the layer's sums
+by dy, stores the products and the layer's inputs in shared memory, transposed, and multiplies them with `wgmma`. XLA
+then adds the dw of all groups of 128 examples in a fixed order. A 1 after the inputs of each example yields db as a
+column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ class _WeighedGradients:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Numbers of rows and of columns of tiles in each layer's dw. The first layer has one more column of tiles, for
-        the ones after x."""
+        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for the ones
+        after x."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -96,8 +96,7 @@ class _WeighedGradients:
         """Store the gradients times dy and the layer's inputs for a tile to shared memory, transposed and as TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # Half of the rows of a layer's last tiles may lie beyond the layer's outputs. These rows repeat other rows, and
-        # their sums are unused.
+        # Rows beyond the layer's outputs repeat other rows, and their sums are unused.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -144,9 +143,8 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    g is the gradient of each example's loss. In the formula for dx, it is the gradient with respect to x. In the
-    formulas for dw and db, it is the gradient with respect to a layer's sums before ReLU. h[n, i] is the layer's input
-    i for example n, and o is an output of the layer.
+    g is the gradient of each example's loss: with respect to x in the formula for dx, else with respect to a layer's
+    sums before ReLU. h[n, i] is the layer's input i for example n, and o is an output of the layer.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

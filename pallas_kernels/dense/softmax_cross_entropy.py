@@ -1,12 +1,11 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
 A CTA computes a block of examples in registers. The forward loops over the classes three times: for the maximum, for
-the sum of exponentials, and for the loss. The backward recomputes the softmax from the maximum and the sum, and writes
-one gradient per class and example.
+the sum of exponentials, and for the loss. The backward recomputes the softmax from the maximum and the sum.
 
-Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. The batch
-size N is a multiple of `LANES`. If an integer label is not the index of a class, the loss is NaN. The gradient is NaN
-as well, unless dy is 0.
+Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. N is a
+multiple of `LANES`. If an integer label is not the index of a class, the loss is NaN. The gradient is NaN as well,
+unless dy is 0.
 """
 
 import dataclasses
@@ -22,12 +21,12 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Maximum number of classes whose loads are in flight at once. Not tuned."""
+"""Maximum classes whose loads are in flight at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a CTA: number of examples, and number of classes whose loads are in flight at once."""
+    """Examples of a CTA, and classes whose loads are in flight at once."""
 
     length: int
     unroll: int
@@ -51,8 +50,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Returns:
       (loss, largest, total): loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)` for the
-      backward. If half-precision probabilities or log(total) were stored instead, the gradient of an almost perfectly
-      classified example would be rounded to zero.
+      backward. With half-precision probabilities instead, the gradient of an almost perfectly classified example would
+      round to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
