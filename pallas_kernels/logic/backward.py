@@ -7,12 +7,11 @@ coefficients are c[g]. If dy is the gradient with respect to y,
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The consumers of an input are the gates that read it. A CTA loads rows of dy and x into registers, where each thread, or
-lane, has some of the examples. Each lane sums dc over its examples in registers. The CTA then sums dc over the lanes,
-through shared memory except in `gradients_by_input`. The kernels differ in what a CTA computes:
+The consumers of an input are the gates that read it. Each lane (thread) sums dc over its examples in registers, and the
+CTA then sums dc over the lanes. The kernels differ in what a CTA computes:
 
 - `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
-- `gradients_by_input`: dx of one input and dc of some of its consumers, over which it loops. All wires are supported.
+- `gradients_by_input`: dx of one input and dc of some of its consumers. All wires are supported.
 - `gradients_along_trail`, in `backward_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc
   of some of their consumers. Either all inputs must have two consumers each, or all must have four.
 - `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They start all loads at once,
@@ -20,8 +19,7 @@ through shared memory except in `gradients_by_input`. The kernels differ in what
 
 Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. If equally large groups of neighboring
 gates share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx
-has dy's dtype, and dc is float32. All sums are computed in float32. The batch is the slow axis of every grid: see
-`forward`.
+has dy's dtype, and dc is float32. All sums are in float32.
 """
 
 import dataclasses
@@ -44,12 +42,11 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Number of sums over the batch per gate: of dy, dy a, dy b, and dy a b."""
+"""Sums over the batch per gate: of dy, dy a, dy b, and dy a b."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the slices of the batch that a CTA loads, its lane blocks. Each is a vector with `length / LANES` examples
-    per thread."""
+    """Return a CTA's lane blocks: slices of the batch, each a vector with `length / LANES` examples per thread."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -63,16 +60,15 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the four vectors whose sums over the lanes are one gate's dc. `values` has (dy, a, b) for each lane
-    block."""
+    """Yield the four vectors whose sums over the lanes are one gate's dc. `values` has (dy, a, b) per lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer in the encoding of `Graph`. The derivative of the consumer's gate with
-    respect to the input that it consumes is `slope + curve * partner`, where partner is the gate's other input."""
+    """Return (slope, curve) for a consumer in the encoding of `Graph`. The derivative of its gate with respect to the
+    consumed input is `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -86,9 +82,9 @@ def unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // GATE_SUMS
-"""Number of gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
+"""Gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
-"""Maximum number of lane blocks per CTA. Not tuned."""
+"""Maximum lane blocks per CTA. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +112,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). Each element of x is read by only one CTA, so dx may use the memory of x."""
+    """Return (dx, dc). Only one CTA reads each element of x, so dx may use the memory of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -177,7 +173,7 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Maximum number of examples per CTA. Half this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum examples per CTA. Half this number was slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,22 +241,20 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch size for which two kernels, for dx and for dc, are faster than one kernel for both:
-docs/lab/2026-11-22-trees.md."""
+"""Largest batch for which two kernels, for dx and for dc, are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""Largest batch size for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""Largest batch for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""If x is at most this fraction of the L2 cache, it counts as fitting; dy also passes through the cache. The lab has no
-page for this number."""
+"""Largest fraction of the L2 cache that x may take to count as fitting, because dy also passes through the cache. Not
+tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum number of inputs per CTA, and maximum number of consumers per input that a CTA reads at once. If any input
-has more consumers, a CTA reads two at once per input. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
+"""Maximum inputs per CTA, and consumers per input that a CTA reads at once. If any input has more consumers, a CTA
+reads two at once per input. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: number of inputs, of consumers per input that it reads at once, and of examples in the lane
-    block."""
+    """Tile of a CTA: inputs, consumers per input that it reads at once, and examples in the lane block."""
 
     inputs: int
     consumers: int
@@ -286,7 +280,6 @@ def _input_heuristic(dy, coefficients, graph, x):
 
 @kernel(unsupported=_input_unsupported, heuristic=_input_heuristic)
 def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: InputConfig) -> Array:
-    """Return dx."""
     gates, max_fan_out, (inputs, N) = graph.gates, graph.max_fan_out, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, inputs_ref, x_ref, dx_ref, *, block, group):
@@ -296,7 +289,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # An input's consumers are followed by the next input's consumers. They may be read, but are not added.
+            # The next input's consumers follow. They may be read, but are not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]
@@ -343,7 +336,6 @@ def _coefficients_heuristic(dy, graph, x):
 
 @kernel(unsupported=_coefficients_unsupported, heuristic=_coefficients_heuristic)
 def coefficients_gradient(dy: Array, graph: Graph, x: Array, *, config: GatesConfig) -> Array:
-    """Return dc."""
     layer_gates = graph.gates
 
     def body(dy_ref, a_ref, b_ref, x_ref, dc_ref, rows_ref, *, block, group):

@@ -1,15 +1,9 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders.
 
-A CTA computes the gradients of several inputs of the layer, which are consecutive in the order of the trail. A consumer
-of an input is a gate that reads it. For each input, the CTA loads three kinds of rows into registers, all at once:
-
-- the row of x of the input,
-- the row of dy of each consumer,
-- the row of x of each consumer's other input.
-
-From these rows it computes dx in registers, and dc, the gradient with respect to the coefficients, which it sums over
-the lanes in shared memory. Either all inputs must have two consumers each, or all must have four. `backward` has the
-formulas and the arguments, and `Graph` describes the trail.
+A CTA computes the gradients of several inputs, which are consecutive in the order of the trail. For each input, the CTA
+loads three kinds of rows into registers, all at once: the row of x of the input, and, for each gate that reads the
+input, the row of dy, and the row of x of the gate's other input. From these rows it computes dx, and sums dc over the
+lanes in shared memory. `backward` has the formulas and the arguments, and `Graph` describes the trail.
 """
 
 import dataclasses
@@ -38,12 +32,12 @@ from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
 _MAX_BLOCKS = 8
-"""Maximum number of lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
-"""Maximum number of bytes of dy that a thread reads per input. Not tuned."""
+"""Maximum bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes per load of a thread. If each load has one example, the kernel waits longer for loads in half precision than in
-float32, although it loads half the bytes: docs/lab/2026-11-22-mixed.md."""
+"""Bytes per load of a thread. With one example per load, half precision waits longer for loads than float32, although
+it loads half the bytes: docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
 """Rows of shared memory per CTA, for the sums of at most four gates."""
 
@@ -72,7 +66,7 @@ def _heuristic(dy, coefficients, graph, x):
     consumers, length = graph.max_fan_out, _block_length(x)
     examples = LANES * min(_MAX_BLOCKS, _MAX_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # A CTA has eight consumers for short rows and four for long rows, so that similar numbers of loads are in flight.
+    # Eight consumers for short rows and four for long rows keep similar numbers of loads in flight.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return Config(inputs, blocks, length)
 
@@ -138,7 +132,6 @@ def _gather_gates(sums, graph, config):
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # A CTA computes each gate as if it read the CTA's input as its a. If the gate reads it as its b, the sums for a and
-    # b are exchanged.
+    # A CTA computes each gate as if it read the CTA's input as its a. If that input is the gate's b, exchange the sums.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

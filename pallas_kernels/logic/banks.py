@@ -2,12 +2,12 @@
 
 Shared memory has 32 banks of 4 bytes. An octet is eight neighboring threads. Their 16-byte accesses take one cycle if
 they use different banks. A row of shared memory takes 16 bytes, so two rows conflict if their indices have equal
-residues mod 8. If an octet accesses several rows with one residue, each of them takes a cycle.
+residues mod 8.
 
-A layer's gates may be assigned to lanes in any order. A gate's lane determines the row in which its value is stored. An
-octet of gates reads its inputs a at one time, and its inputs b at another. A gate's position within its octet is the
-residue of its row. This residue decides the conflicts when the next layer reads the row, and when gradients are written
-to the row.
+A gate's lane determines the row in which its value is stored, and the order of a layer's gates is free. An octet of
+gates reads its inputs a at one time, and its inputs b at another. A gate's position within its octet is the residue of
+its row. This residue decides the conflicts when the next layer reads the row, and when gradients are written to the
+row.
 """
 
 import itertools
@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Number of threads whose 16-byte accesses are served together, which is also the number of residues."""
+"""Threads whose 16-byte accesses are served together. This is also the number of residues."""
 _SWEEPS = 2
-"""Number of passes that assign residues to gates. Chosen by hand: with one pass, a tick takes 1.6% more cycles; with
-three, 0.1% fewer."""
+"""Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of a pair of gates with equal residues that the next layer reads, relative to a pair whose gradients one octet
 reads together. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
@@ -29,7 +28,7 @@ _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the number of cycles in which each lane i accesses the 16 bytes of row `rows[i]` of shared memory."""
+    """Return the cycles in which each lane i accesses the 16 bytes of row `rows[i]` of shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -54,8 +53,8 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs sums its gradients, and reads one consumer's gradient per input and turn. Gradients that
-        # the octet reads in one turn have equal numbers in `readers`.
+        # An octet of inputs sums its gradients, and reads one consumer's gradient per input and turn. In `readers`,
+        # each pair of an octet of inputs and a turn has a number.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -67,11 +66,11 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     inputs. If all residues are equally frequent, no residue occurs twice among the inputs a of an octet, nor among its
     inputs b.
 
-    The octets are an edge coloring of a bipartite graph (D. König, 1916). The nodes of the graph are the residues of
-    inputs a and of inputs b. Its edges are the gates, and the octets are the colors. A residue of inputs a is free in
-    an octet if no gate of the octet has this residue of a. The same holds for b. A gate joins an octet in which both
-    its residues are free. If there is none, the gate displaces a gate from an octet in which its residue of
-    a is free. Displaced gates alternate between two octets until no gate is displaced.
+    The octets are an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of
+    inputs b, its edges the gates, and its colors the octets. A residue of inputs a is free in an octet if no gate of
+    the octet has this residue of a, and likewise for b. A gate joins an octet in which both its residues are free. If
+    there is none, the gate displaces a gate from an octet in which its residue of a is free. Displaced gates alternate
+    between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -114,10 +113,13 @@ def _roles(layer, inputs):
 def _with_residues(octets, readers, roles):
     """Return an order of the gates in which a gate's position within its octet is its residue.
 
-    In one octet after another, gates exchange residues while this lowers the cost of bank conflicts. `readers` is
-    `(2, gates)`: one number per gate for its gradient with respect to a, and one for b. Gradients have equal numbers if
-    an octet reads them together. `roles` is `(2, gates)`: how many gates of the next layer read the gate as their a,
-    and how many as their b.
+    In one octet after another, gates exchange residues while this lowers the cost of bank conflicts.
+
+    Args:
+      octets: the result of `_octets`.
+      readers: `(2, gates)`, one integer for each gate's gradient with respect to a, and one for b. If an octet of the
+          layer before reads two gradients in the same access, their integers are equal.
+      roles: `(2, gates)`: how many gates of the next layer read the gate as their a, and how many as their b.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)
@@ -131,7 +133,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If the next layer reads one residue more often than others, some of its octets read two rows with this
+            # If one residue is more frequent in the next layer's reads, some of its octets read two rows with this
             # residue.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]

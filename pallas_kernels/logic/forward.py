@@ -1,9 +1,8 @@
 """Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
-A CTA computes a few gates for one lane block, a vector along the batch. It loads the inputs of these gates into
-registers, and stores the outputs. Gates read the rows of x in random order. The batch is the slow axis of the grid, so
-that all gates read a lane block of x while it is in the L2 cache. docs/kernels/logic.md explains what bounds the
-kernels for layers of gates; docs/lab/2026-11-22-logic.md lists experiments.
+A CTA computes a few gates for one lane block, a vector along the batch, in registers. The batch is the slow axis of the
+grid, so that all gates read a lane block of x while it is in the L2 cache. docs/kernels/logic.md explains what bounds
+the kernels; docs/lab/2026-11-22-logic.md lists experiments.
 """
 
 import dataclasses
@@ -21,14 +20,13 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """Bytes of a thread's widest load (CUDA C++ Programming Guide, device memory accesses)."""
 _PROGRAM_EXAMPLES = 512
-"""Output elements per CTA: the number of gates times the number of examples, chosen from the measurements in
-docs/lab/2026-11-22-logic.md. If the lane block is shorter, a CTA has more gates, so that as many loads are in
-flight."""
+"""Outputs per CTA: gates times examples, measured in docs/lab/2026-11-22-logic.md. For shorter lane blocks, a CTA has
+more gates, so that as many loads are in flight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: number of gates, and of examples in the lane block, a multiple of `LANES`."""
+    """Gates of a CTA, and examples in its lane block, a multiple of `LANES`."""
 
     gates: int
     length: int
@@ -49,7 +47,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # If possible, a CTA has at least two gates, because the loads for all its gates are in flight at once.
+    # If possible, a CTA has at least two gates, whose loads are in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -72,7 +70,6 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     def body(c_ref, trail_ref, x_ref, y_ref, *, block, group):
         lanes = pl.ds(block * config.length, config.length)
         places = [group * config.gates + k for k in range(config.gates)]
-        # All loads come before the first store, so that they are in flight at once.
         inputs = [[x_ref[trail_ref[role, k], lanes].astype(jnp.float32) for role in (1, 2)] for k in places]
         for k, (a, b) in zip(places, inputs, strict=True):
             g = trail_ref[0, k]

@@ -4,8 +4,8 @@
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
-gradients. A thread computes one gate in registers. Each array is read or written once, whereas XLA would read the
-logits once for each sum over the functions.
+gradients. A thread computes one gate in registers. It reads each logit once, whereas XLA would read the logits once for
+each sum over the functions.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator: see `on_gpu`.
+    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator.
 
     Args:
       dc: `(*gates, 4)`, float32.
@@ -114,8 +114,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u does not change the result. Without this subtraction,
-    # `u - Σ p u` would lose digits to cancellation if this function's p is nearly 1.
+    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would
+    # lose digits to cancellation if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

@@ -1,6 +1,6 @@
 """Loads of the leaves of trees of gates, and the positions of trees in an image and in its pooling windows.
 
-A tree is a filter of a convolution: it reads its leaves from the convolution's window at each position of the image.
+A tree is a filter of a convolution. It reads its leaves from the convolution's window at each position of the image.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from pallas_kernels.core.gathers import columns, gather_elements, lane_and_colum
 from pallas_kernels.core.layouts import LANES
 
 _MAX_LEAVES = 16
-"""Maximum number of leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Maximum leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Maximum number of positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
+"""Maximum positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of rows per CTA: rows of the image for `input_gradient`, and of the pooled output for other kernels."""
+    """Rows per CTA: rows of the image for `input_gradient`, and of the pooled output for other kernels."""
 
     rows: int
 
@@ -82,8 +82,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the leaves from the flattened image `numbers`. Each lane reads them at its position in the pooling
-        window, which `place` holds."""
+        """Load the leaves from the flattened image `numbers`, in each lane at its position `place` in the pooling
+        window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -97,7 +97,8 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why the kernels do not support leaves of this shape, `(kernels, leaves, 3)`, or the pooling window."""
+    """Return why the kernels do not support `leaves`, a shape `(kernels, leaves, 3)`, or the pooling window, or
+    None."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:

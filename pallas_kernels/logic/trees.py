@@ -1,14 +1,13 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. The batch is
 the last axis of images: `(channels, height, width, N)`.
 
-Each lane is one example. A CTA of `forward` computes rows of the pooled output for one tree and 128 examples. It loads
-the tree's coefficients and leaf positions into registers, and then one vector of examples for each leaf at each
-position of a pooling window. It evaluates the tree at all positions of the pooling window, and writes the largest value
-(an or-pool) and the index of its position. In shapes, `kernels` is the number of trees.
+Each lane is one example. A CTA of `forward` computes rows of the pooled output for one tree and 128 examples. It
+evaluates the tree at all positions of a pooling window, and writes the largest value (an or-pool) and the index of its
+position. In shapes, `kernels` is the number of trees.
 
 A CTA of `leaf_gradients` recomputes the tree at this index for each pooling window. It sums the gradients with respect
-to the coefficients in registers, and writes the gradients with respect to the leaves. `trees_input_gradient` adds these
-up to the gradient with respect to the image.
+to the coefficients, and writes the gradients with respect to the leaves. `trees_input_gradient` adds these up to the
+gradient with respect to the image.
 """
 
 import functools
@@ -28,9 +27,9 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, unsupported, visit_windows
 
 _PROGRAMS = 4
-"""Wanted number of CTAs of `leaf_gradients` per multiprocessor. Four CTAs fit if a thread uses 128 registers."""
+"""Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit if a thread uses 128 registers."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Maximum number of windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
+"""Maximum windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -61,8 +60,8 @@ def forward(
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-      leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
-      x: `(channels, height, width, N)` including padding. The batch N is a multiple of `LANES`.
+        leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
+        x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
 
     Returns:
       y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and indices, uint8 of y's shape. The index of
@@ -137,8 +136,7 @@ def leaf_gradients(
 
     Returns:
       dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32. A gate's dc is the sum
-      of `d (1, a, b, ab)` over examples and windows, where a and b are the gate's inputs, and d is the gradient with
-      respect to its value.
+      of `d (1, a, b, ab)` over examples and windows, where d is the gradient with respect to its value.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]

@@ -1,8 +1,7 @@
 """The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
 
-A CTA computes the gradient with respect to a band, some rows of one input channel, for 128 examples. It loops over the
-leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order. Each lane is one
-example, so no two threads add to one element. The CTA then writes the band to device memory.
+A CTA computes the gradient with respect to a band, some rows of one input channel, for 128 examples, one per lane. It
+loops over the leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order.
 """
 
 import dataclasses
@@ -25,12 +24,12 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum number of bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still
-smaller bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still smaller
+bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Wanted number of bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
+"""Wanted bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
 _UNROLLED_WINDOWS = 8
-"""Maximum number of pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
+"""Maximum pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
 
 
 def _unsupported(dleaves, places, leaves, readers, reader_offsets, *, size, window, stride, padding, pool):
@@ -68,10 +67,10 @@ def input_gradient(
 
     Args:
       dleaves, places, leaves: result and arguments of `leaf_gradients`.
-      readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. A leaf has the number `kernel * leaves + leaf`.
+      readers, reader_offsets: int32. The leaves that read channel c are `readers[reader_offsets[c] : reader_offsets[c +
+          1]]`, as numbers `kernel * leaves + leaf`.
       size: channels, height, and width of the image without its padding.
-      padding: numbers of padding rows above the image, and of padding columns to its left.
+      padding: rows above the image, and columns to its left.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
     bands = _Bands(config.rows, height, width, stride, padding, pool)
@@ -93,8 +92,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """Division of an image without padding into bands of `rows` rows, and the pooling windows whose leaves read a
-    band."""
+    """An image without padding, divided into bands of `rows` rows, and the pooling windows whose leaves read a band."""
 
     rows: int
     height: int
@@ -114,10 +112,8 @@ class _Bands:
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
         """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band.
-
         `leaf_row` is the row that the leaf reads at the first position of the first row of windows, relative to the
-        band's first row.
-        """
+        band's first row."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of this row of windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -127,8 +123,7 @@ class _Bands:
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
         """Return the element of shared memory to which each lane adds a leaf's gradient. If the leaf's pixel is outside
         the band, this is an element that nobody reads. `row` and `column` are the leaf's pixel at the window's first
-        position, relative to the band's first pixel. `place` is each lane's position in the window.
-        """
+        position, relative to the band's first pixel. `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

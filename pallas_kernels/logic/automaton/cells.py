@@ -1,8 +1,6 @@
 """The cells of a grid: their neighborhoods, their next states, and the gradients with respect to both.
 
 Each thread moves single elements of a group of cells between rows of shared memory and arrays in device memory.
-`Inputs` reads the neighborhoods from the state, and `write_next_state` writes the outputs of the last layer.
-`OutputGradients` sums the gradients with respect to the last layer's outputs, from results of the next tick's backward.
 """
 
 import dataclasses
@@ -19,9 +17,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Elements of a state, one per lane. In the last layer's rows of shared memory, an element has the index `row` and
-    `column`. In the array of the state, it has the index `place`. If an element does not exist, the indices point to an
-    unused element."""
+    """Elements of a state, one per lane: their indices `row` and `column` in the last layer's rows of shared memory,
+    and `place` in the state. Indices of elements that do not exist point to an unused element."""
 
     row: Array
     column: Array
@@ -34,8 +31,8 @@ class _StateElements(NamedTuple):
 class Cells:
     """A slice of a group: `count` cells, whose rows of shared memory have one column per cell.
 
-    `first_of_group` is the group's first cell. `slices` are the rows of all slices of the group, and `number` is the
-    index of this slice. Cells after the last cell of the grids are masked.
+    `first_of_group` is the group's first cell. `slices` are the rows of all slices of the group, and `number` is this
+    slice's index. Cells after the last cell of the grids are masked.
     """
 
     plan: Plan
@@ -67,7 +64,6 @@ class Cells:
         return _StateElements(row, column, jnp.where(valid, cell, self.plan.cells) * C + channel, cell, valid)
 
     def neighbour(self, cell, row_offset, column_offset):
-        """Return the cell at an offset from `cell`, and whether it exists."""
         plan = self.plan
         row = remainder(quotient(cell, plan.width), plan.height) + row_offset
         column = remainder(cell, plan.width) + column_offset
@@ -104,8 +100,7 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells. `load` reads them from the state, and `write` writes the result of `load`
-    to shared memory."""
+    """The neighborhoods of a group of cells, which `load` reads from the state, and `write` writes to shared memory."""
 
     team: Team
     state: Any
@@ -142,9 +137,9 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells.
 
-    A cell's gradient is its dkept plus its entries in the dseen of the nine cells that see it. dseen and dkept are
-    results of the next tick's backward (`tick_backward`). `load` reads them. `write` adds them up and writes the sums
-    to shared memory, and writes the gradients with respect to kept states to `dkept_out`.
+    A cell's gradient is its dkept plus its entries in the dseen of the nine cells that see it (`tick_backward`). `load`
+    reads dkept and dseen. `write` writes the sums to shared memory, and the gradients with respect to kept states to
+    `dkept_out`.
     """
 
     team: Team
@@ -160,7 +155,6 @@ class OutputGradients:
         ]
 
     def terms(self, part, cells):
-        """Load (dkept, dseen, fires) for a part."""
         elements = cells.state_elements(part)
         dseen = [_gather(self.dseen, *seen) for seen in self.seen(cells, elements)]
         fires = None if self.fires is None else _gather(self.fires, elements.cell, elements.valid)

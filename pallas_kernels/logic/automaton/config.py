@@ -1,8 +1,7 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
-A CTA computes one group of cells at a time. The inputs and gates of these cells have rows in shared memory (plan.py).
-`heuristic` chooses the number of cells per group, so that the rows fit in shared memory and all multiprocessors have
-groups. An automaton is unsupported if the rows of a single cell do not fit.
+A CTA computes one group of cells at a time. `heuristic` chooses the cells per group, so that their rows (plan.py) fit
+in shared memory and all multiprocessors have groups.
 """
 
 import dataclasses
@@ -18,25 +17,23 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Number of cells per slice of a group. Each slice has separate rows in shared memory, with one float32 per cell. A row
-of four float32 is a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different
-banks."""
+"""Cells per slice of a group. Each slice has separate rows in shared memory, with one float32 per cell. A row of four
+float32 is a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the number of cells per group. The rows of a third slice would not fit in shared memory. Groups of
-fewer than four cells were slower: docs/lab/2026-11-22-automata.md."""
+"""Candidates for the cells per group. A third slice's rows would not fit in shared memory. Groups of fewer than four
+cells were slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
 """Estimated latency per group of cells, as the number of cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
-"""Largest number of warpgroups per CTA. One warpgroup was slower on large grids: docs/lab/2026-11-22-automata.md."""
+"""Maximum warpgroups per CTA. One warpgroup was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Maximum number of registers per thread for the sums of the coefficients' gradients. Not tuned."""
+"""Maximum registers per thread for the sums of the coefficients' gradients. Not tuned."""
 _FORWARD_PROGRAMS = 2
-"""Maximum number of CTAs of the forward per multiprocessor. More CTAs were no faster:
-docs/lab/2026-11-23-automata-kernels.md."""
+"""Maximum CTAs of the forward per multiprocessor. More were no faster: docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory per CTA that are reserved for Mosaic GPU's barrier, which takes fewer bytes. Not tuned."""
+"""Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer bytes. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum number of consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
+"""Maximum consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +41,12 @@ class Config:
     """Division of a tick among CTAs and warpgroups.
 
     Attributes:
-      cells: number of cells per group: one, two, or a multiple of four.
-      programs: number of CTAs.
-      lanes: largest number of lanes that one warpgroup computes per step, in registers.
-      lookahead: a step's wires and coefficients are fetched this number of steps before the step.
-      warpgroups: number of warpgroups per CTA.
-      totals_in_registers: whether a CTA sums the coefficients' gradients in registers. If not, it sums them in device
-        memory.
+      cells: cells per group: one, two, or a multiple of four.
+      programs: CTAs.
+      lanes: maximum lanes that one warpgroup computes per step, in registers.
+      lookahead: how many steps before a step its wires and coefficients are fetched.
+      warpgroups: warpgroups per CTA.
+      totals_in_registers: whether a CTA sums the coefficients' gradients in registers, instead of in device memory.
     """
 
     cells: int
@@ -92,8 +88,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # Each CTA has one group, so it cannot fetch its first wires during an earlier group. These values of lanes and
-        # lookahead were the fastest in docs/lab/2026-11-22-automata.md.
+        # Each CTA has one group, so it cannot fetch its first wires during an earlier group. These lanes and lookahead
+        # were the fastest in docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
@@ -113,8 +109,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`; in the simulator, return it with one CTA and one warpgroup. The simulator treats each gather or
-    scatter as an access to all rows, and with several warpgroups would report data races that do not exist."""
+    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter as
+    an access to all rows, and with several warpgroups would report data races that do not exist."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

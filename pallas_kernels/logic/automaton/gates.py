@@ -1,8 +1,8 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
 A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`, for several cells at once.
-Each of a, b, and y is a row of shared memory with one value per cell. A thread reads the rows of a and b, at any index,
-and writes the row of y. If dy is the gradient with respect to y, the backward computes
+Each of a, b, and y is a row of shared memory with one value per cell. If dy is the gradient with respect to y, the
+backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
@@ -10,8 +10,8 @@ and writes the row of y. If dy is the gradient with respect to y, the backward c
 
 The backward visits the layers in reverse. The consumers of a gate's output are the gates that read it. Each consumer
 writes its da or db to a separate row of shared memory, and a table lists these rows. dy is the sum of these rows, in a
-fixed order and without atomics. A thread sums dc over the cells of a group, and adds it to a sum in device memory,
-which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until the last group.
+fixed order. A thread sums dc over the cells of a group, and adds it to a sum in device memory, which the CTA keeps over
+all ticks. A CTA with many groups of cells may keep its sums in registers until the last group.
 """
 
 import dataclasses
@@ -43,8 +43,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, one lane per gate. `wires` packs the row numbers of a and b into one integer.
-    `coefficients` has four numbers per gate."""
+    """Operands of a part's gates, one lane per gate. `wires` packs the row numbers of a and b into one integer."""
 
     wires: Array
     coefficients: Array
@@ -52,8 +51,6 @@ class _Gates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Circuit:
-    """The gates of all layers, for the slices of one group of cells."""
-
     plan: Plan
     team: Team
     coefficients: Any
@@ -85,15 +82,15 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All reads come before the first write. The compiler would not move reads before writes, because it does not
-        # know that they access different rows.
+        # All reads come before the first write. The compiler does not know that they access different rows, so it would
+        # not move reads.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `consumers` has the numbers of the rows to which the gates' consumers
-    write gradients, two row numbers per integer."""
+    """Operands of the backward of a part's gates. `consumers` has the rows to which the gates' consumers write
+    gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -122,8 +119,8 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the barrier that ends the previous step. The step before the last layer's first step
-            # writes the last layer's inputs, so this layer cannot read its inputs before the barrier.
+            # `read` runs before the barrier that ends the previous step. The last layer cannot read its inputs before
+            # this barrier, because the previous step writes them.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -148,8 +145,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices of the cells for which this warpgroup computes a part's gradients. Warpgroups can only
-        divide the slices among each other if the sums of dc are in registers."""
+        """Return the slices of the cells for which this warpgroup computes a part's gradients. Warpgroups divide the
+        slices among each other only if the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -187,8 +184,8 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return dy of a part's gates. In the last layer, dy is already in shared memory. In other layers, it is the
-        sum of the consumers' gradients."""
+        """Return dy of a part's gates: in the last layer from shared memory, else the sum of the consumers'
+        gradients."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
@@ -276,5 +273,4 @@ def _sum_consumers(cells, table, pairs):
 
 
 def _unpack(packed):
-    """Return the lower and the upper 16 bits of `packed`. Each is a row number."""
     return packed & 0xFFFF, lax.shift_right_logical(packed, np.int32(16))

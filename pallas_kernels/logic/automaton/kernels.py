@@ -1,10 +1,9 @@
 """One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
 shared memory.
 
-A CTA computes one group of cells after another. It gathers the neighborhoods of the cells from the state in device
-memory into shared memory, where each input and each gate has a row with one float32 per cell (plan.py). A thread
-computes one or several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer
-(schedule.py). The forward writes only the new state to device memory (cells.py).
+A CTA computes one group of cells after another. It gathers the neighborhoods of the cells into shared memory, where
+each input and each gate has a row with one float32 per cell (plan.py). A thread computes one or several gates of each
+layer (gates.py), and the warpgroups meet at a barrier after every layer (schedule.py).
 
 The backward recomputes the rows, and visits the layers in reverse. It writes three gradients: with respect to the
 coefficients, to the states of the nine cells that each cell sees, and to the state that a cell keeps if it does not
@@ -118,8 +117,7 @@ def tick_backward(
     Args:
       coefficients, state, fires: as in `tick`.
       wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`. They list the rows of shared memory to which the consumers of a
-        row write gradients, two row numbers per integer, the second in the upper half.
+      consumers: int32, the tables of `Plan.consumers`.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
       total: `(programs, plan.gates, 4)` float32, sums of later ticks per CTA and lane. The result includes this tick.
@@ -174,8 +172,8 @@ def _groups_of_program(plan, config):
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
     """Compute the steps of `steps(slices, carry)` for each of a CTA's groups of cells, and return the last `carry`,
-    which is None or a list that the steps change in place. `loads` are objects with `load` and `write`, which fetch the
-    next group's data during a group's last steps."""
+    which is None or a list that the steps change in place. `loads` have `load` and `write`, which fetch the next
+    group's data during a group's last steps."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

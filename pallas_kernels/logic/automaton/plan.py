@@ -4,13 +4,13 @@ An automaton has layers of perception, followed by layers of the update. Percept
 are called kernels in this folder. Each of these kernels is evaluated once per channel.
 
 A row has one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order (position
-in the neighborhood, channel). The rows of the gates follow, layer by layer. Perception's gates are in the order (gate,
+in the neighborhood, channel). The rows of the gates follow, layer by layer, with perception's gates in the order (gate,
 kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
 of layers whose backward is finished. The consumers of a row are the gates that read it. Each consumer writes its
-gradient with respect to the row to a separate row, and tables list these separate rows. Their sum is the whole gradient
-with respect to the row that the consumers read.
+gradient with respect to the row to a separate row, and tables list these separate rows. Their sum is the whole
+gradient.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pallas_kernels.core.layouts import LANES
 
 NEIGHBOURS = 9
-"""Number of cells that a cell sees: itself and its eight neighbors, in row-major order."""
+"""Cells that a cell sees: itself and its eight neighbors, in row-major order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,9 @@ class Layer:
     """Rows of shared memory for one layer.
 
     Attributes:
-      first: the first row.
       lanes: number of rows, one per lane, a multiple of a warpgroup's threads.
       count: number of rows with a gate or an input. The other rows are padding.
-      max_consumers: largest number of consumers of any of these rows.
+      max_consumers: most consumers of any of these rows.
       copies: number of consecutive lanes with equal coefficients.
     """
 
@@ -48,7 +47,7 @@ class Layer:
 
     @property
     def coefficients(self) -> int:
-        """Number of the layer's rows in the array of coefficients."""
+        """The layer's rows in the array of coefficients."""
         return -(-self.lanes // self.copies)
 
 
@@ -60,11 +59,11 @@ class Plan:
       batch, height, width: number of grids, and rows and columns of cells per grid.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
-      perception: number of gates per kernel in each layer of perception.
-      update: number of gates in each layer of the update.
-      output_consumers: for each layer but the last, the largest number of consumers of one of its outputs.
-      neighbour_consumers: largest number of consumers of one input in perception's first layer.
-      centre_consumers: largest number of consumers of one input from the center cell in the update's first layer.
+      perception: gates per kernel in each layer of perception.
+      update: gates in each layer of the update.
+      output_consumers: for each layer but the last, the most consumers of one of its outputs.
+      neighbour_consumers: most consumers of one input in perception's first layer.
+      centre_consumers: most consumers of one input from the center cell in the update's first layer.
     """
 
     batch: int
@@ -144,13 +143,11 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """The rows for gradients. They reuse the rows of layers whose backward is finished, and add a few rows after
-        the last layer."""
+        """The rows for gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # While a layer's gradients are written, other threads still read the inputs of its gates, and the gradients
-            # that its consumers wrote.
+            # Other threads still read the inputs of the layer's gates, and the gradients that its consumers wrote.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -207,12 +204,11 @@ class GradientRows:
     """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the first of the rows to which its gates write gradients. The rows for inputs a come
-        first, then the rows for inputs b. They are reused after the backward of the layer before has read them. The
-        rows of the update's first layer are kept until the gradients with respect to the automaton's inputs are
-        computed.
+      firsts: for each layer, the first of the rows to which its gates write gradients, first for inputs a, then for
+          inputs b. They are reused after the backward of the layer before has read them. The rows of the update's first
+          layer are kept until the gradients with respect to the automaton's inputs are computed.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
-        in the order (a or b, gate, channel).
+          in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
     """
 
@@ -226,8 +222,7 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the first row of the lowest range of `size` rows that overlaps none of the `(first, end)` ranges in
-    `taken`."""
+    """Return the first row of the lowest range of `size` rows that overlaps none of the `(first, end)` ranges."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,9 +1,8 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-The lanes of a layer are divided into parts. The values of a part fit in the registers of one warpgroup. Each warpgroup
-computes a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier. All
-warpgroups meet at a barrier after a layer, because the next layer reads rows of shared memory that other warpgroups
-wrote.
+The lanes of a layer are divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes
+a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier. All warpgroups meet
+at a barrier after a layer, because the next layer reads rows that other warpgroups wrote.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ class Part:
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
       is_alone: whether the layer has too few lanes left to give each warpgroup a part. Then one warpgroup computes the
-        part, or each warpgroup computes it for one slice of the cells.
+          part, or each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
@@ -48,9 +47,9 @@ class Step:
     Attributes:
       fetch: function that returns the operands from device memory.
       compute: function of the operands, and of the result of `read` if there is one.
-      is_last: whether this is the last step of its layer, after which a barrier follows.
-      read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier, so
-        that the reads overlap with waiting. The previous step must not write these rows.
+      is_last: whether a barrier follows, because this is the last step of its layer.
+      read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier,
+          while the warpgroup would wait. The previous step must not write these rows.
     """
 
     fetch: Callable[[], Any]
@@ -61,8 +60,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The division of work among the warpgroups of a CTA, from the view of one warpgroup, whose index is
-    `warpgroup`."""
+    """The division of work among the warpgroups of a CTA, from the view of the warpgroup with index `warpgroup`."""
 
     config: Config
     warpgroup: Any
@@ -71,7 +69,7 @@ class Team:
     def parts(self, layer):
         warpgroups, done = self.config.warpgroups, 0
         # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
-        # addresses, which halves the number of registers.
+        # addresses, which halves the registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -81,7 +79,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Return whether each warpgroup computes the part for a different one of `slices` slices."""
+        """Whether each warpgroup computes the part for a different one of `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -97,7 +95,7 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. If the part `is_alone`, only the first warpgroup calls `function`, and the others return
+        """Return `function()`. If the part `is_alone`, only the first warpgroup calls it; the others return
         `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
@@ -109,8 +107,8 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps, and fetch the operands of each step `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If the steps are repeated, return the operands of the first steps of the next
-        repetition, else an empty list."""
+        operands of the first steps. If the steps are repeated, return the next repetition's first operands, else an
+        empty list."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
