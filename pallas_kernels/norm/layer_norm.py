@@ -2,14 +2,13 @@
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-Means are over a row of x, eps is a constant, and scale and bias have one value per column. RMSNorm (`center=False`)
-omits the mean and the bias. Instead of a row's mean, the kernels store its `offset`, the mean minus the row's first
-element. If the mean is far from zero, rounding the mean would lose digits of `x - mean`.
+Means are over a row of x, and scale and bias have one value per column. RMSNorm (`center=False`) omits the mean and the
+bias. Instead of a row's mean, the kernels store its `offset`, the mean minus the row's first element. If the mean is
+far from zero, rounding the mean would lose digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
-the gradients of scale and bias over its rows in registers. XLA then adds the sums of the CTAs in a fixed order. A row
-may not fit in registers, so each pass over a row reads it from device memory again. All sums are in float32. The
-kernels use no shared memory, so they also run in the interpreter.
+dscale and dbias over its rows. XLA adds the sums of the CTAs in a fixed order. A row may not fit in registers, so each
+pass over a row reads it again. The kernels use no shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -29,18 +28,16 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Maximum number of columns for which a CTA sums the gradients of scale and bias. The sums take 32 registers of a
-thread for RMSNorm or 64 for LayerNorm, of 255 (CUDA C++ Programming Guide, compute capabilities). Not tuned."""
+"""Maximum columns for which a CTA sums dscale and dbias. The sums take 64 of a thread's 255 registers. Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum number of rows per CTA of `gradients`. More rows per CTA leave fewer CTAs to hide latency. Not tuned."""
+"""Maximum rows per CTA of `gradients`. More rows per CTA leave fewer CTAs to hide latency. Not tuned."""
 _PROGRAMS = 4
-"""Wanted number of CTAs of `gradients` per multiprocessor. A CTA has several rows only if this many CTAs remain. Not
-tuned."""
+"""Wanted CTAs of `gradients` per multiprocessor. A CTA has several rows only if this many CTAs remain. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """Number of elements that a CTA loads at once, a multiple of its number of threads."""
+    """Elements that a CTA loads at once, a multiple of its threads."""
 
     vector: int
 
@@ -50,9 +47,9 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: number of elements that a CTA loads at once, a multiple of its number of threads.
-      rows: number of rows per CTA. A CTA reads all columns of these rows, to compute their means.
-      columns: number of columns of dx per CTA, a multiple of `vector`.
+      vector: elements that a CTA loads at once, a multiple of its threads.
+      rows: rows per CTA. A CTA reads all columns of these rows, to compute their means.
+      columns: columns of dx per CTA, a multiple of `vector`.
     """
 
     vector: int
@@ -79,14 +76,11 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Compute y and the statistics of each row.
+    """Return (y, offset, inv_std): y in x's dtype, and `(rows,)` float32 offset and inv_std.
 
     Args:
       x: `(rows, hidden)`.
-      scale, bias: `(hidden,)`. Without `center`, bias is None.
-
-    Returns:
-      (y, offset, inv_std): y in x's dtype, and `(rows,)` float32 offset and inv_std. Without `center`, offset is None.
+      scale, bias: `(hidden,)`. Without `center`, bias and the returned offset are None.
     """
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -140,7 +134,7 @@ def gradients(
     Args:
       dy, x: `(rows, hidden)`.
       bias: the forward's bias, used only with both `with_y` and `center`.
-      offset, inv_std: unused. The kernel computes them again, because it reads each row several times in any case.
+      offset, inv_std: unused, because the kernel computes them again from x.
       with_y: whether to recompute and return y.
 
     Returns:
@@ -172,8 +166,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row in device memory, loaded again for every use. `mask_ref` is 1 in the first `hidden` columns, and 0 in the
-    columns that pad the row."""
+    """A row in device memory, loaded again for every use. `mask_ref` is 0 in the columns that pad the row, else 1."""
 
     x_ref: Any
     mask_ref: Any
@@ -184,7 +177,7 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std), where x̂ is a function that maps a slice of columns to its values."""
+        """Return (x̂, offset, inv_std), where x̂ is a function of a slice of columns."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -204,8 +197,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are each None if
-    unused."""
+    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
 
     dy: Any
     x: Any
@@ -274,7 +266,7 @@ def _load(ref: Any, index: Any) -> Array:
 
 
 def _fill_up(a: Array) -> Array:
-    """Pad the last axis with zeros to a multiple of `LANES`, the number of threads in a warpgroup."""
+    """Pad the last axis with zeros to a multiple of `LANES`."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 

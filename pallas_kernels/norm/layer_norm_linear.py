@@ -4,8 +4,8 @@
 
 Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows. The sums dscale and dbias are over the outputs of the dense
 layer. x̂ is LayerNorm's normalized input, dz is the gradient with respect to the dense layer's output, w are the dense
-layer's weights, and scale and bias are LayerNorm's parameters. A CTA reads s and w for some outputs and columns into
-registers, writes dw, and sums dscale and dbias over its outputs. XLA then adds the sums of the CTAs in a fixed order.
+layer's weights, and scale and bias are LayerNorm's parameters. A CTA reads s and w for some outputs and columns, writes
+dw, and sums dscale and dbias over its outputs. XLA then adds the sums of the CTAs in a fixed order.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, zeros_like
 from pallas_kernels.core.tiles import kernel
 
 _PROGRAMS = 8
-"""Wanted number of CTAs per multiprocessor. Not tuned."""
+"""Wanted CTAs per multiprocessor. Not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA. Each CTA writes its sums to device memory, and they must be much smaller than the part of s
-that it reads. Not tuned."""
+"""Fewest outputs per CTA. The sums that a CTA writes must be much smaller than the part of s that it reads. Not
+tuned."""
 _LOADED_OUTPUTS = 4
-"""Maximum number of outputs whose s and w a CTA loads at once. Not tuned."""
+"""Maximum outputs whose s and w a CTA loads at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of dw per CTA: number of outputs and of columns, which divide the numbers of outputs and columns of w."""
+    """A CTA's outputs and columns of dw, which divide all outputs and columns."""
 
     outputs: int
     columns: int

@@ -5,10 +5,9 @@
 The mean and inv_std are statistics of a row of x. scale and bias are LayerNorm's parameters, and w and b are the dense
 layer's parameters. CTAs are persistent. w stays in shared memory, so the widths of x and z must be small.
 
-In the forward, a CTA has two warpgroups, which compute different blocks of 64 rows. A TMA copy brings a block into
-shared memory. The warpgroup loads the block into registers, and starts the copy of its next block. It normalizes the
-rows in registers, from which `wgmma` reads them, and stores z by TMA. In the input gradient, both warpgroups compute
-the same block, and each computes half of the columns of dx.
+In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. A warpgroup normalizes a block in
+registers, from which `wgmma` reads it. In the input gradient, both warpgroups compute the same block, and each computes
+half of the columns of dx.
 """
 
 import dataclasses
@@ -40,24 +39,24 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster than separate kernels for LayerNorm and for the dense layer. With
-fewer rows, y stays in the L2 cache between the separate kernels (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster than separate kernels for LayerNorm and the dense layer. With fewer
+rows, y stays in the L2 cache between them (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
-"""Number of warpgroups per CTA. With three, threads spill registers (docs/lab/2026-11-21-norm.md)."""
+"""With three warpgroups per CTA, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tile of `forward`: number of columns of z per TMA copy to device memory."""
+    """Columns of z per TMA copy to device memory."""
 
     columns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tile of `input_gradient`: number of stages of the ring for blocks of dz."""
+    """Stages of the ring for blocks of dz."""
 
     stages: int
 
@@ -139,7 +138,7 @@ def forward(
             operand((_WARPGROUPS, ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # One array for scale, bias, and b, because Mosaic GPU aligns each array to `_ALIGNMENT`.
+            # Mosaic GPU aligns each array to `_ALIGNMENT`, so scale, bias, and b share one array.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -197,7 +196,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # This barrier makes sure that every warp has read the stage before the next copy fills it.
+            # Every warp must have read the stage before the next copy fills it.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -207,7 +206,6 @@ class _Forward:
 
     @property
     def _slices(self):
-        """Slices of `vectors` for scale, bias, and b."""
         return pl.ds(0, self.hidden), pl.ds(self.hidden, self.hidden), pl.ds(2 * self.hidden, self.outputs)
 
     def _load_parameters(self, refs):
@@ -349,8 +347,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # `wait_smem_to_gmem(1)` waits until at most the latest copy is unfinished. The copy of dx started
-                # before the copy of x̂, so this waits for dx.
+                # Wait for the copy of dx, which started before the latest copy, of x̂.
                 plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -403,13 +400,12 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row, and waits for the sums of the
-        other warpgroup."""
+        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row."""
         pieces = column_slices(self.hidden // 2)
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # After this barrier, both warpgroups have finished their products with dz's stage, so x̂ may overwrite it.
+        # Both warpgroups have now finished their products with dz's stage, so x̂ may overwrite it.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 

@@ -1,10 +1,9 @@
-"""LayerNorm and RMSNorm of rows that stream through shared memory. Each kernel reads its rows once: for the forward,
-for the backward, or for only dx.
+"""LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
-CTAs are persistent. Groups of rows stream by TMA through a ring of stages in shared memory (`row_stream.py`). A CTA
-loads blocks of rows from a stage into registers (`row_block.py`), and overwrites the rows in the stage with the
-results. It sums the gradients of scale and bias over its rows in registers, and XLA adds the sums of all CTAs in a
-fixed order. `layer_norm.py` has the formulas, and the reason why a row's mean is stored as an `offset`.
+Groups of rows stream by TMA through a ring of stages (`row_stream.py`). A persistent CTA loads blocks of rows from a
+stage into registers (`row_block.py`), and overwrites the rows in the stage with the results. It sums dscale and dbias
+over its rows, and XLA adds the sums of all CTAs in a fixed order. `layer_norm.py` has the formulas, and the reason why
+a row's mean is stored as an `offset`.
 """
 
 import dataclasses
@@ -24,13 +23,12 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum number of bytes of shared memory for all rings on a multiprocessor. It comes from sweeps on an H200, which
-has 228 KiB per multiprocessor: docs/lab/2026-11-21-norm.md."""
+"""Maximum bytes of shared memory for all rings on a multiprocessor, from sweeps on an H200, which has 228 KiB:
+docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Bytes of a CTA's shared memory in addition to its ring: 2 KiB for Mosaic's sums across warps, and 1 KiB for
-barriers."""
+"""Shared memory of a CTA besides its ring: 2 KiB for Mosaic's sums across warps, and 1 KiB for barriers."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -55,7 +53,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
+    """Return the rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -79,8 +77,8 @@ def _backward_unsupported(dy, x, *others, **options):
     return _unsupported(x, arrays=2)
 
 
-# The maximum numbers of stages per ring and of CTAs per multiprocessor come from sweeps on an H200:
-# docs/lab/2026-11-21-norm.md, 2026-11-25-norm.md.
+# Stages per ring and CTAs per multiprocessor come from sweeps on an H200: docs/lab/2026-11-21-norm.md,
+# 2026-11-25-norm.md.
 
 
 def _normalise_heuristic(x, scale, bias, *, eps, center):
@@ -107,7 +105,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std). `layer_norm.normalise` describes the arguments and results."""
+    """Return (y, offset, inv_std) as in `layer_norm.normalise`."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -138,10 +136,10 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return (dx, dscale, dbias, y). `layer_norm.gradients` describes the formulas, the results, and other arguments.
+    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`.
 
     Args:
-      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes offset and inv_std from x.
+      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes both from x.
     """
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
@@ -182,12 +180,8 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Normalize x to x̂, without scale and bias, and return (dx, x̂) in x's dtype. `input_gradient` has the formula of
-    dx.
-
-    Args:
-      t, x: `(rows, hidden)`.
-    """
+    """Return (dx, x̂) in x's dtype: x̂ is x normalized, without scale and bias, and dx is as in `input_gradient`. t and
+    x are `(rows, hidden)`."""
     return _launch_input_gradient(t, x, None, eps, config)
 
 

@@ -1,9 +1,7 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block has one row per warp, or one row for the whole warpgroup. The warpgroup loads a block from a stage in shared
-memory into registers as float32. `Block` has the functions that normalize a block, sum along each of its rows, and
-compute its dx. A sum along a row uses shuffles if a warp has the row, and shared memory otherwise. The caller stores
-the results.
+A block has one row per warp, or one row for the whole warpgroup. The warpgroup loads a block from shared memory into
+registers as float32. A sum along a row uses shuffles if a warp has the row, and shared memory otherwise.
 """
 
 import dataclasses
@@ -22,8 +20,8 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """The statistics of each row, or references to them. Without `center`, `offset` is None. `layer_norm.py` defines
-    both statistics."""
+    """The statistics of each row, defined in `layer_norm.py`, or references to them. Without `center`, `offset` is
+    None."""
 
     offset: Any
     inv_std: Any
@@ -31,12 +29,8 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of rows in registers, of shape `(rows, hidden / piece, piece)`.
-
-    Attributes:
-      rows: number of rows: one per warp, or one for the whole warpgroup.
-      piece: number of adjacent columns along the last axis of a TMA copy.
-    """
+    """A block of rows in registers, of shape `(rows, hidden / piece, piece)`. `piece` is the number of adjacent columns
+    along the last axis of a TMA copy."""
 
     hidden: int
     rows: int
@@ -69,7 +63,6 @@ class Block:
         return load(ref, layout or self.layout, optimized=False).astype(jnp.float32)
 
     def load_parameter(self, ref: Any) -> Array:
-        """Load one value per column, and repeat these values for each row of a block."""
         a = lax.broadcast_in_dim(self.load(ref, self.column_layout), self.shape, (1, 2))
         return plgpu.layout_cast(a, self.layout)
 
@@ -101,8 +94,7 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Divide the blocks of a stage into lists of blocks that are computed together. Each block is given by the
-        index of its first row.
+        """Return lists of blocks that are computed together. Each block is given by the index of its first row.
 
         Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
         row per warpgroup has a separate list, so that it can use all registers.
@@ -111,8 +103,8 @@ class Block:
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns the value of `compute`. With one row per warp, each call computes the value
-        again. Otherwise, the value is computed once and stays in registers."""
+        """Return a function that returns the value of `compute`. With one row per warp, each call computes it again.
+        Otherwise, it is computed once and stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
@@ -120,7 +112,7 @@ class Block:
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
         """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Each block and each result is a function that returns the array, as `values` makes it."""
+        each row. Blocks and results are functions as in `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -130,8 +122,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return (x̂, statistics) with one entry per block. The entries of x̂ are functions that return values;
-        `values` returns such functions. Statistics are computed unless `known_statistics` has them."""
+        """Return (x̂, statistics) with one entry per block. The entries of x̂ are functions as in `values`. Statistics
+        are computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -154,7 +146,7 @@ class Block:
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return a block's dx, `inv_std * (t - mean - x̂ * projection)`, where `means` returns projection and mean."""
+        """Return a block's dx, `inv_std * (t - mean - x̂ * projection)`, with projection and mean from `means`."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)
@@ -164,7 +156,6 @@ class Block:
 def block_of(hidden: int) -> Block | None:
     """Return the `Block` for rows of `hidden` columns, or None if the kernels do not support this width."""
     if hidden <= 1024 and hidden % 128 == 0:
-        # Each row belongs to one warp, which sums the row without a barrier.
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return Block(hidden, 4, 128, layout)
     if hidden <= 8192 and hidden % 256 == 0:

@@ -1,5 +1,5 @@
-"""Arithmetic on a block of 64 rows in a warpgroup's registers, in float32, one slice of `COLUMNS` columns at a time.
-LayerNorm uses these functions before a product on Hopper's tensor cores."""
+"""Arithmetic of LayerNorm on a block of 64 rows in a warpgroup's registers, in float32, one slice of columns at a
+time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,8 +16,7 @@ from pallas_kernels.norm.statistics import inverse_root
 ROWS = 64
 """Rows per block: the rows of a `wgmma` (PTX ISA)."""
 COLUMNS = 64
-"""Columns per slice. In half precision, they take 128 bytes, the widest row of a tile of an operand in shared
-memory."""
+"""Columns per slice. In half precision, they take 128 bytes, the widest row of a tile of an operand."""
 
 
 def column_slices(width: int) -> list[Any]:
@@ -43,22 +42,20 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. One thread has this value. To pass it to the other threads of the row,
-    shuffles add it to zeros."""
+    """Return the first value of each row, which one thread has. To pass it to the other threads of the row, shuffles
+    add it to zeros."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum of `function(piece)` over the pieces and along each row. The pieces are added first, so that only
-    one reduction by shuffles is needed."""
+    """Return the sum of `function(piece)` over the pieces and along each row, with only one reduction by shuffles."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
 def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂, offset, inv_std) for a block of rows, where x̂ is a function that maps a slice of columns to its
-    values. `layer_norm.py` has the formulas."""
+    """Return (x̂, offset, inv_std) of `layer_norm.py` for a block of rows. x̂ is a function of a slice of columns."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

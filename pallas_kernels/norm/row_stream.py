@@ -1,8 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each CTA computes every n-th group of rows. TMA copies bring a group into a stage while other groups are
-computed. A step overwrites the rows in the stage with the results, and a TMA copy writes the results to device memory.
-If a group extends beyond the array's last row, the copies read zeros there and write nothing.
+With n CTAs, each CTA computes every n-th group of rows. A step overwrites the rows in the stage with the results, which
+a TMA copy writes to device memory. Beyond the array's last row, copies read zeros and write nothing.
 """
 
 import dataclasses
@@ -24,8 +23,8 @@ class Config:
     """How CTAs process rows.
 
     Attributes:
-      rows: number of rows per group. A group fills one stage, and consists of whole blocks (`row_block.py`).
-      programs: number of resident CTAs per multiprocessor.
+      rows: rows per group. A group fills one stage, and consists of whole blocks (`row_block.py`).
+      programs: resident CTAs per multiprocessor.
     """
 
     rows: int
@@ -55,7 +54,7 @@ class Stream:
         and return the last carry.
 
         `stages` has one stage per array of `sources`. After `step` has called `wait`, the stages hold the group's rows.
-        `step` overwrites the i-th stage with the result for the i-th of `targets`, to which it is then copied.
+        `step` overwrites the i-th stage with the result for the i-th of `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

@@ -5,5 +5,5 @@ from jax import Array, lax
 
 
 def inverse_root(mean_square: Array, eps: float) -> Array:
-    """Return `1 / sqrt(mean_square + eps)`. If `mean_square` has overflowed to infinity, return NaN instead of 0."""
+    """Return `1 / sqrt(mean_square + eps)`, or NaN instead of 0 if `mean_square` has overflowed to infinity."""
     return jnp.where(mean_square < jnp.inf, lax.rsqrt(mean_square + eps), jnp.nan)

@@ -1,9 +1,8 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-A CTA loads one block, consecutive elements of a row, of each array from device memory into registers. It then applies
-the formula, and writes the results. A row spans the trailing axes along which each array either has all elements or is
-constant. The last CTA of a row also computes the elements after the row's last whole block. The kernel does not use
-shared memory.
+A CTA applies the formula to one block, consecutive elements of a row. A row spans the trailing axes along which each
+array either has all elements or is constant. The last CTA of a row also computes the elements after the row's last
+whole block.
 """
 
 import dataclasses
@@ -21,26 +20,26 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the number of elements per thread. `_heuristic` takes the largest candidate that leaves at least
-`_WANTED_PROGRAMS` CTAs. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves at least `_WANTED_PROGRAMS` CTAs.
+Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Maximum number of elements per thread if every candidate leaves fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
+"""Maximum elements per thread if every candidate leaves fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum number of elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided
-layout): two float32 elements. Only vectors with the same number of elements per load can be combined."""
+"""Maximum elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout):
+two float32 elements. Only vectors with equally many elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
-"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
+"""CTAs to aim for: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
 """Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four elements of float32 (CUDA C++
 Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
-"""Wanted length of rows: 16 bytes of float32 per thread. If rows are too short, they are extended by earlier axes.
-Along these axes, arrays are broadcast in memory."""
+"""Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended by earlier axes, along which arrays
+are broadcast in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of elements of a block: a multiple of `LANES`, at most the length of a row."""
+    """Elements of a block: a multiple of `LANES`, at most the length of a row."""
 
     length: int
 
@@ -75,8 +74,7 @@ def elementwise(
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
-        unchanged.
-      arrays: arrays whose shapes broadcast to `shape`.
+          unchanged.
       shape: shape of the result; by default the shape to which the arrays broadcast.
 
     Returns:
@@ -139,8 +137,7 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector. An array of one element is not
-    padded."""
+    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector, except arrays of one element."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
@@ -151,7 +148,6 @@ def float32_or_integer(dtype: Any) -> Any:
 
 
 def results_structure(formula: Callable, arrays: Sequence[Array]) -> Any:
-    """Return the pytree structure of a formula's results."""
     scalars = [jax.ShapeDtypeStruct((), float32_or_integer(a.dtype)) for a in arrays]
     return jax.tree.structure(jax.eval_shape(formula, *scalars))
 
@@ -162,7 +158,7 @@ class Rows:
     Args:
       arrays: the arrays, or other objects with their shapes and dtypes.
       axis: first of the axes that a row spans. The default gives the longest rows. If an array has some but not all
-        elements of a row, `flatten` broadcasts it in memory.
+          elements of a row, `flatten` broadcasts it in memory.
 
     Attributes:
       count, length: number of rows, and elements per row.
@@ -194,7 +190,7 @@ class Rows:
         """Return the arrays as vectors for `load`."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
-        # Single elements are converted here, because a kernel loads them as float32.
+        # A kernel loads single elements as float32.
         return [
             a if spans_row else a.astype(float32_or_integer(a.dtype))
             for a, spans_row in zip(flat_arrays, self.spans_row, strict=True)

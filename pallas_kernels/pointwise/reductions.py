@@ -1,9 +1,7 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums part of one row, or part of one block of columns. It loads vectors of the arrays from device memory into
-registers, applies the formula, and adds the results in registers. Along a row, it then sums over the lanes and writes
-one element. Along columns, it writes a vector with one sum per column. XLA adds the sums of the parts. The kernel does
-not use shared memory.
+A CTA sums part of one row, or part of one block of columns, in registers. Along a row, it writes one element. Along
+columns, it writes a vector with one sum per column. XLA adds the sums of the parts.
 """
 
 import dataclasses
@@ -28,13 +26,13 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. More CTAs were slower for sums along
-columns: docs/lab/2026-11-21-pointwise.md."""
+"""CTAs to aim for: several per multiprocessor. More CTAs were slower for sums along columns:
+docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum number of elements of a vector per thread, for sums along rows and for sums along columns. A thread adds up
-its elements along a row, and keeps one sum per element along columns. Not tuned."""
+"""Maximum elements of a vector per thread. A thread adds up its elements along a row, and keeps one sum per element
+along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum number of elements per thread with mixed dtypes; elementwise.py has the reason."""
+"""Maximum elements per thread with mixed dtypes. `elementwise.py` has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Config:
 
     Attributes:
       length: elements per vector, a multiple of `LANES`.
-      splits: number of parts into which each sum is divided, one CTA per part.
+      splits: parts of each sum, one CTA per part.
     """
 
     length: int
@@ -58,8 +56,8 @@ class _Walk:
       shape: shape of the data that the kernel reads, after its axes have been transposed to `order`.
       axis, along_columns: if `along_columns`, the kernel sums over `axis`, else over `axis` and all later axes.
       order: order of the axes, or None if they are not transposed.
-      columns: if not None, the data is reshaped to a matrix with this number of columns. Each row of the matrix is
-        padded with zeros to at least `LANES` elements.
+      columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row of the
+          matrix to at least `LANES` elements.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 
@@ -99,17 +97,14 @@ class _Walk:
         return a if self.order is None else a.transpose(self.order)
 
     def arranged_struct(self, a: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of the result of `arrange`."""
         if self.columns is not None:
             return jax.ShapeDtypeStruct(self.shape, a.dtype)
         return jax.ShapeDtypeStruct(a.shape if self.order is None else [a.shape[i] for i in self.order], a.dtype)
 
     def rows(self, arrays: Sequence[Any]) -> Rows:
-        """Return the division into rows of arrays from `arrange`."""
         return Rows(self.shape, arrays, self.axis + 1 if self.along_columns else self.axis)
 
     def sums(self, rows: Rows, length: int) -> "_Sums":
-        """Return the kernel's sums, with vectors of `length` elements."""
         if not self.along_columns:
             return _Sums(rows, rows.count, 1, rows.length // length, length, along_columns=False)
         blocks = -(-rows.length // length)
@@ -121,9 +116,8 @@ class _Sums:
     """The kernel's sums: `count * blocks` sums, each over `steps` vectors of `length` elements.
 
     Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
-    element. Along columns, the data is a stack of `count` matrices, and the kernel sums the rows of each matrix.
-    `blocks` is the number of blocks of columns per matrix. Each step adds a vector from the next row of the matrix, and
-    a sum is a vector.
+    element. Along columns, the data is a stack of `count` matrices, with `blocks` blocks of columns each. Each step
+    adds a vector from the next row of the matrix, and a sum is a vector.
     """
 
     rows: Rows
@@ -150,8 +144,8 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Return the broadcast shape, the shapes of the arrays, and `axes`, all after the removal of the axes that have
-    size 1 in the broadcast shape."""
+    """Return the broadcast shape, the shapes of the arrays, and `axes`, without axes of size 1 in the broadcast
+    shape."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]
@@ -171,7 +165,6 @@ def _heuristic(formula, *arrays, axes):
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
     rows = walk.rows([walk.arranged_struct(a) for a in structs])
     max_elements = _COLUMN_ELEMENTS if walk.along_columns else _ROW_ELEMENTS
-    # Wide accesses must be aligned.
     max_elements = (
         1 if rows.length % ALIGNMENT else min(_MIXED_ELEMENTS, max_elements) if rows.has_mixed_dtypes else max_elements
     )
@@ -188,7 +181,6 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
 
     Args:
       formula: see `elementwise`.
-      arrays: arrays whose shapes broadcast against each other.
       axes: axes to sum over, counted from the front.
 
     Returns:
@@ -241,8 +233,7 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Return one array of sums per output of the formula. The kernel computes `splits` parts of each sum, and XLA adds
-    the parts."""
+    """Return one array of sums per output of the formula. The kernel computes `splits` parts of each sum."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

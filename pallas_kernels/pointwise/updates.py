@@ -1,10 +1,9 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
 Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
-A CTA loads one block of the i-th array of every list from device memory into registers, applies the formula, and writes
-the results. It finds i by comparing its index with the index of each array's first CTA. The code for different i
-differs only in the pointers and the size of the arrays. One switch selects them before the loads, and another switch
-before the stores.
+A CTA computes one block of the i-th arrays. It finds i by comparing its index with the index of each array's first CTA.
+The code for different i differs only in the pointers and the size of the arrays. One switch selects them before the
+loads, and another switch before the stores.
 """
 
 import dataclasses
@@ -29,10 +28,10 @@ _ELEMENTS = 8
 """Elements per thread and list, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision
 moments, converted to float32, would take most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""CTAs to aim for: several per multiprocessor of the devices in `core/device.py`. Not tuned."""
+"""CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Average number of elements per array, 2 MiB of float32, up to which the kernel is used. It was faster than XLA with
-128,000 elements, but not with 1,024,000: docs/lab/2026-11-23-lenet.md."""
+"""Average elements per array up to which the kernel is used. It was faster than XLA with 128,000 elements, but not with
+1,024,000: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
 """Arrays per launch. The compile time grows faster than their number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,7 +42,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of consecutive accesses per thread and array."""
+    """Consecutive accesses per thread and array."""
 
     accesses: int = 1
 
@@ -61,9 +60,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA updates
-    # large arrays faster than the kernel, because it can fuse the update with the computation of the gradient, so that
-    # the gradient is not stored.
+    # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA is faster
+    # for large arrays, because it can fuse the update with the computation of the gradient.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -82,13 +80,13 @@ def updates(
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
     Results use the memory of `changed`, which XLA copies first if it is still needed. The kernel runs only on GPUs and
-    in the simulator: see `on_gpu`.
+    in the simulator.
 
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
       scalars: `(n,)`, float32.
       changed: lists of arrays that the results replace, each list of one dtype. The i-th arrays of all lists have the
-        same shape, which may be () or have a size of 0.
+          same shape, which may be () or have a size of 0.
       constant: lists of arrays that are only read.
 
     Returns:
