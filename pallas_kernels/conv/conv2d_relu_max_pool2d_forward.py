@@ -105,8 +105,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardProgram:
-    """One CTA, which computes `turns` groups of `windows` adjacent windows."""
-
     window: tuple[int, int]
     lane_block: int
     channels: int
@@ -136,8 +134,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Return `sums`, a list with one sum per position for each output channel and window, plus channel c's
-        products."""
+        """Add the products for channel c to `sums`, which has, for each output channel and window, one sum per
+        position."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

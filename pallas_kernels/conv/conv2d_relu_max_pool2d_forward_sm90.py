@@ -138,7 +138,6 @@ class _Sizes(WindowTiles):
 
     @property
     def stages(self) -> int:
-        """Maximum stages per warpgroup that fit in shared memory."""
         stage = _ITEM_BYTES * self.stage_rows * EXAMPLES * self.config.warpgroups
         return min(_MAX_STAGES, (device.target().shared_bytes - self.other_bytes) // stage)
 
@@ -247,13 +246,12 @@ def _by_features(b: Array, sizes: _Sizes) -> Array:
 
 
 def _patches(sizes: _Sizes, dtype: Any) -> Any:
-    """Return the shared memory of all stages, with views for TMA and for `wgmma`."""
     box = sizes.ring, sizes.stage_rows // 8, sizes.panels, 8, sizes.group
     return operand_and_box((sizes.ring, sizes.stage_rows, EXAMPLES), box, dtype, sizes.config.operand_bytes)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage. The simulator only copies single rows."""
+    """Return 1, or, in the simulator, which only copies single rows, the number of rows."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -267,15 +265,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA.
-
-    Attributes:
-      matrices, weights: the banded matrices of the filters, in device memory and in shared memory.
-      place: indices of the maxima, in device memory.
-      patches: the stages, in shared memory.
-      y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
-      constants_loaded, loaded: barriers for the copies of weights and zeros, and of patches.
-    """
+    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the weights in device
+    memory, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     x: Any
@@ -308,8 +299,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN there, and NaN
-        times a zero weight is NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory there could be NaN, and so
+        could its product with a zero weight."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -125,7 +125,6 @@ class _Sizes(WindowTiles):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes for the weights and the barriers, and for each warpgroup's two patches and results."""
         weights, patch = self.outputs * self.pixels * self.steps, EXAMPLES * self.pixels
         results = EXAMPLES * self.features * (_ITEM_BYTES + 1)
         return _ITEM_BYTES * weights + self.config.warpgroups * (2 * _ITEM_BYTES * patch + results) + BARRIER_BYTES
@@ -235,8 +234,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[step, (r, s, k, p, q), (c, i, j)]`, where (r, s) is the position t, and c one of the step's input
-    channels. An element is `w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the filter."""
+    """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
+    filter. c is one of the step's input channels."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -247,7 +246,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a patch. The simulator only copies single rows."""
+    """Return 1, or, in the simulator, which only copies single rows, the number of rows."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
@@ -270,15 +269,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes its share of the tiles.
-
-    Attributes:
-      matrices, weights: the weights in device memory and in shared memory.
-      place: indices of the maxima, in device memory.
-      patches, operands: each warpgroup's patch, and its transposed patch, in shared memory.
-      y_tiles, place_tiles: each warpgroup's pooled output and indices, in shared memory.
-      weights_loaded, loaded: barriers for the copies of the weights, and of patches.
-    """
+    """One warpgroup, which computes its share of the tiles. `matrices` are the weights in device memory, `operands` the
+    transposed patches, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     x: Any

@@ -47,7 +47,6 @@ class InputGradientConfig:
 
 
 def _cells(input_size: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of cells that cover the input."""
     return -(-input_size[0] // window[0]), -(-input_size[1] // window[1])
 
 
@@ -119,7 +118,6 @@ class _Cut:
 
     @property
     def windows(self) -> int:
-        """Maximum windows in a row that reach a group's cells."""
         return max(len(part.windows) for part in self.parts)
 
     @functools.cached_property
@@ -220,7 +218,6 @@ class _InputGradientProgram:
             dx[c * channels + o, row * R + i, column * S + j, lanes] = total.astype(dx.dtype)
 
     def gradients(self, dy, place, p, columns, lanes, first):
-        """Load dy and the indices of the maxima in row p of windows, for `ahead` output channels from `first` on."""
         of_window = lambda k, q: (dy[k, p, q, lanes], place[p, k, q, lanes].astype(jnp.int32))  # noqa: E731
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 

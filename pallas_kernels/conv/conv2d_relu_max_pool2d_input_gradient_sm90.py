@@ -100,7 +100,6 @@ class _Sizes:
 
     @property
     def gradients(self) -> int:
-        """Elements of dy per group and example."""
         return self.K * self.windows
 
     @property
@@ -180,7 +179,7 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[a, b]` for all a and b, each transposed to rows (r, c, v) and columns (tr, ts, q, k).
+    """Return `weights[a, b]`, each transposed to rows (r, c, v) and columns (tr, ts, q, k).
 
     (r, v) is a pixel of a cell of `width` columns, (tr, ts) is a position in window q of a group, and c and k are input
     and output channels. An element is `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the
@@ -204,11 +203,10 @@ class _Program:
     """One warpgroup, which computes one column of cells for 64 examples.
 
     Attributes:
-      place: indices of the maxima, in device memory.
-      matrices, weights: the weights in device memory and in shared memory.
+      place: indices of the maxima.
+      matrices: the weights in device memory.
       operands: `routed` of each group, in shared memory.
-      staging: for each warpgroup, one row of the cell that it computes, in shared memory.
-      loaded, met: the barrier for the copies of the weights, and the barrier at which all warpgroups meet.
+      staging: for each warpgroup, one row of its cell, in shared memory.
       group: group whose `routed` this warpgroup writes. The last warpgroup writes no `routed`.
     """
 
@@ -259,7 +257,6 @@ class _Program:
         return plgpu.layout_cast(jnp.zeros((_EXAMPLES, self.sizes.cell), jnp.float32), plgpu.Layout.WGMMA)
 
     def fetch(self, p):
-        """Load dy and the indices of the maxima for the warpgroup's group in row p of windows."""
         sizes = self.sizes
         windows = [self.group * sizes.windows + q for q in range(sizes.windows)]
         return [
@@ -299,7 +296,6 @@ class _Program:
         lax.fori_loop(first, end, add_group, None)
 
     def write(self, m, cell):
-        """Copy a cell of row m to dx, one row of pixels at a time."""
         sizes, staging = self.sizes, self.staging.at[self.warpgroup]
         for r in range(sizes.R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

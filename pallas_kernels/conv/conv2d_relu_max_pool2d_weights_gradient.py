@@ -80,7 +80,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the sums of a CTA: one per weight and bias, rounded up for `sums_over_lanes`."""
+    """Return a CTA's number of sums: one per weight and bias, rounded up for `sums_over_lanes`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 

@@ -44,12 +44,9 @@ class _Program:
     """One warpgroup. Subclasses define how dy is copied and routed.
 
     Attributes:
-      place: indices of the maxima in device memory, or None for `conv2d`.
-      out, gradients: the sums and the gradients of all CTAs, in device memory.
+      place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
+      out: the sums of all CTAs, in device memory.
       xs: stages with rows of x and eight rows of ones.
-      dys, places: stages of dy and of the indices, or None for `conv2d`.
-      routed: buffers for the routed gradient, in shared memory.
-      loaded, ready: barriers for the copies into the stages, and for warpgroups that have routed dy.
       split, c, t: indices of the CTA's split, of its part of the input channels, and of its part of the window
           positions.
       first, steps: index of the split's first unit, and number of its units.
@@ -109,7 +106,6 @@ class _Program:
         self.gradients[self.split, self.c, self.t, pl.ds(vector * LANES, LANES)] = gradients
 
     def routed_row(self, t, k, q):
-        """Return the row of the routed gradient for position t, output channel k, and window q."""
         raise NotImplementedError
 
     def begin(self, ring):
@@ -150,7 +146,6 @@ class _Program:
 
     @property
     def share(self):
-        """Rows of dy that each warpgroup routes."""
         return self.sizes.gradient_rows // self.sizes.warpgroups
 
     @property

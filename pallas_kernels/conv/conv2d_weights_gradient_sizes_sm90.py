@@ -174,8 +174,6 @@ class _PooledSizes(Sizes):
 
 
 class _ConvolutionSizes(Sizes):
-    """Sizes of `correlate_batch`. A stage holds one tile of x and one tile of dy."""
-
     @property
     def gradient_rows(self) -> int:
         return self.routed_rows

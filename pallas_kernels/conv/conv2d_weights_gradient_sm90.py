@@ -84,8 +84,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the rows of dy per product: the smallest of 1, 2, and 4 that is supported, or None. R must divide dy's
-    rows. R times x's columns and R times dy's columns must be multiples of eight."""
+    """Return R, the rows of dy per product: the smallest supported number, or None. R must divide dy's rows. R times
+    x's columns and R times dy's columns must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -125,8 +125,6 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
 
 
 def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(None, None)):
-    """Return the gradients with respect to w and b. `buffers` counts buffers for the routed gradient, and `copies` the
-    copies that fill a stage."""
     config, per_split = sizes.config, sizes.per_split(device.target().multiprocessors)
     (splits, *shares), rows = (-(-sizes.units // per_split), *sizes.shares), sizes.warpgroups * TILE
     x, dy, *_ = arrays

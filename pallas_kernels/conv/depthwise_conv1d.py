@@ -159,8 +159,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. A filter has `taps` elements, and x̄ has `positions` positions. Each example and block
-    of channels has `parts` CTAs."""
+    """The body of `gradients`. x̄ has `positions` positions, divided among `parts` CTAs."""
 
     config: Config
     before: int
@@ -171,7 +170,7 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """Compute a part of dx, dw, and db. A reference to an unused gradient is None."""
+        """A reference to an unused gradient is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
@@ -211,7 +210,6 @@ class _Rows:
     before: int = 0
 
     def load(self, position: Any) -> Array:
-        """Return the row at a position in float32. Position 0 is the first of the `before` rows of zeros."""
         row, width = position - self.before, self.ref.shape[1]
         loaded = self.ref[self.example, jnp.clip(row, 0, width - 1), self.lanes].astype(jnp.float32)
         return jnp.where((row >= 0) & (row < width), loaded, jnp.float32(0))
@@ -234,6 +232,6 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
     """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's `rows` rows, from row `first` on and
-    before row `end`. Return the last carry."""
+    before row `end`."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

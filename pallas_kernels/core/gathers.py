@@ -350,7 +350,6 @@ def _number():
 
 
 def _chosen(lists, array):
-    """Return pointers to the `array`-th array of each list, and the length of these arrays."""
     lengths = [ir.MemRefType(ref.type).shape[0] for ref in lists[0]]
     pointer_types = [mgpu.utils.memref_ptr(refs[0]).type for refs in lists]
     index = arith.index_cast(ir.IndexType.get(), array.registers.item())

@@ -167,7 +167,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Convert a Python integer to the dtype of `number`. In 64-bit mode, JAX would convert it to 64 bits."""
+    """Convert to the dtype of `number`. In 64-bit mode, JAX would convert an integer to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

@@ -68,8 +68,6 @@ class Config:
 
 
 class _Tile(NamedTuple):
-    """A tile's split, its first row and column, its column in units of tiles, and its range of steps."""
-
     split: Any
     row: Any
     column: Any
@@ -79,8 +77,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column, in units of tiles, of the tile with this index. Tiles are visited row by row within a
-    column block of `width` tiles per row. `plgpu.planar_snake` would visit every other block from its bottom."""
+    """Return the row and column, in units of tiles. Tiles are visited row by row within a column block of `width` tiles
+    per row. `plgpu.planar_snake` would visit every other block from its bottom."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 

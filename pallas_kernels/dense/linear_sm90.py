@@ -77,8 +77,6 @@ def _unsupported_device(config: Config) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `_Forward.body`. `z_buffers` has one buffer in shared memory per consumer."""
-
     x: Any
     w: Any
     b: Any
@@ -190,8 +188,6 @@ _ONES = 8
 
 
 class _WeightsGradientRefs(NamedTuple):
-    """References of `_WeightsGradient.body`. `ones` has one block in shared memory per consumer."""
-
     dy: Any
     x: Any
     dw: Any

@@ -221,7 +221,6 @@ class _Part:
         return quotient(self.length // self.config.length - part + parts - 1, parts)
 
     def columns(self, i, part):
-        """Return the columns of a part's i-th vector, or of its last vector if it has at most i."""
         first = (jnp.minimum(i, self.count(part) - 1) * self.config.parts + part) * self.config.length
         return pl.ds(first, self.config.length)
 
@@ -229,8 +228,8 @@ class _Part:
         """Return (load_group, number of groups, a vector of zeros).
 
         `load_group(group)` loads `unrolled` vectors, and repeats the part's last vector if there are fewer. For each
-        vector, it returns (exists, z, is_class). `is_class` is the mask of columns that are classes, or None if all
-        are.
+        vector, it returns (exists, z, is_class), where `is_class` is the mask of columns that are classes, or None if
+        all are.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))

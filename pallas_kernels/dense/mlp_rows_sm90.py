@@ -17,10 +17,10 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Return the register layout of a slice that is copied from columns in device memory to rows of an operand.
+    """Return the register layout in which a slice is copied from columns in device memory to rows of an operand.
 
     A warp copies 4 inputs of 8 examples at a time. For each input, the 8 examples form one sector of device memory. In
-    the operand, the 4 inputs of an example take 16 bytes of a row, and the 8 rows are in different banks.
+    the operand, the 8 rows are in different banks.
     """
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)

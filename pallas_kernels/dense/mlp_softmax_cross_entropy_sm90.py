@@ -42,7 +42,7 @@ at 1024, and slower at 8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """Return why `forward` or `backward` does not support the arguments, because they are used together, or None."""
+    """`forward` and `backward` are used together."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -60,8 +60,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward` and of `forward_and_gradients`. In `forward`, `gradients` and `dx` are None. `operands`
-    are the rows of x and of each hidden layer's outputs, in shared memory."""
+    """References of `forward` and of `forward_and_gradients`. `forward` has no `gradients` and `dx`. `operands` are the
+    rows of x and of each hidden layer's outputs, in shared memory."""
 
     x: Any
     labels: Any
@@ -102,7 +102,6 @@ def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk:
 def _write_losses(
     stream: Stream, network: Network, refs: Any, examples: Any, *, loads: int, bulk: bool
 ) -> tuple[Array, Softmax]:
-    """Compute the forward, and store its results. Return the labels and the softmax."""
     stream.start()
     labels = read(refs.labels, examples, value_a_row())
     read_columns(refs.x, examples, refs.operands[0], loads)
@@ -165,7 +164,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`. `operands` are the gradients with respect to each layer's sums, in shared memory."""
+    """`operands` are the gradients with respect to each layer's sums, in shared memory."""
 
     dy: Any
     labels: Any

@@ -24,9 +24,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References of `_WeighedGradients.body`. `sums` has each layer's dw, separately for each group of 128 examples.
-    `left` and `right` are the transposed gradients and inputs for a tile, in shared memory. At the barrier
-    `tile_stored`, both warpgroups have stored their halves of `left` and `right`."""
+    """References. `sums` has each layer's dw, separately for each group of 128 examples. `left` and `right` are the
+    transposed gradients and inputs for a tile, in shared memory."""
 
     dy: Any
     x: Any
@@ -75,7 +74,7 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of dw. Each warpgroup loads half of the examples, and computes half of the tile."""
+        """Each warpgroup loads half of the examples, and computes half of the tile of dw."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)

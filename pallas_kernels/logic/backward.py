@@ -149,12 +149,11 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
+    """In the last CTA, the layer's last gate may be repeated."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
 def _values_of_gates(dy_ref, layer_gates, x_ref, gates, lanes):
-    """Load (dy, a, b) for each gate and lane block, with all loads in flight at once."""
     operands = [((dy_ref, dy_row(dy_ref, layer_gates, g)), (x_ref, a), (x_ref, b)) for g, a, b in gates]
     return [[_load_each(rows, lane_block) for lane_block in lanes] for rows in operands]
 

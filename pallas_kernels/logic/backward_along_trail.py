@@ -127,7 +127,6 @@ def gradients_along_trail(
 
 
 def _gather_gates(sums, graph, config):
-    """Return dc in the order of the gates, from sums in the order of the trail."""
     consumers_per_input, gates_per_input, place = graph.max_fan_out, graph.max_fan_out // 2, graph.trail_places
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input

@@ -70,7 +70,6 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
 
 
 def _launch(function, *arrays, table, width, name):
-    """Launch a kernel for `function(*columns, table)`, with one gate per lane and `width` columns of results."""
     gates = _gates(arrays[0])
     body = functools.partial(
         _body, function=functools.partial(function, table=table), widths=[a.shape[-1] for a in arrays]

@@ -164,7 +164,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """Compute both gradients for tree `k` and `rows` rows of windows. References to unused gradients are None."""
+    """References to unused gradients are None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

@@ -111,9 +111,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band.
-        `leaf_row` is the row that the leaf reads at the first position of the first row of windows, relative to the
-        band's first row."""
+        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band. At the
+        first position of the first row of windows, the leaf reads row `leaf_row`, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of this row of windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -121,9 +120,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient. If the leaf's pixel is outside
-        the band, this is an element that nobody reads. `row` and `column` are the leaf's pixel at the window's first
-        position, relative to the band's first pixel. `place` is each lane's position in the window."""
+        """Return the element of shared memory to which each lane adds a leaf's gradient, or an element that nobody
+        reads if the leaf's pixel is outside the band. `row` and `column` are the leaf's pixel at the window's first
+        position, relative to the band. `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

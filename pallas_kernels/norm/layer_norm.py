@@ -197,7 +197,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `gradients`. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
+    """`sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
 
     dy: Any
     x: Any
@@ -266,7 +266,6 @@ def _load(ref: Any, index: Any) -> Array:
 
 
 def _fill_up(a: Array) -> Array:
-    """Pad the last axis with zeros to a multiple of `LANES`."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
 
 

@@ -150,7 +150,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `_Forward.body`. `vectors` holds scale, bias, and b in shared memory."""
+    """`vectors` holds scale, bias, and b in shared memory."""
 
     x: Any
     w: Any
@@ -289,8 +289,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References of `_InputGradient.body`. With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over
-    each warpgroup's half of a row. `hat` is None if x̂ is unused."""
+    """With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row. `hat` is
+    None if x̂ is unused."""
 
     dz: Any
     x: Any
@@ -357,8 +357,7 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Compute dx and x̂ in this warpgroup's half of a block, and start their copies to device memory. In shared
-        memory, dx overwrites x."""
+        """Compute dx and x̂ in this warpgroup's half of a block. In shared memory, dx overwrites x."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -388,7 +387,6 @@ class _InputGradient:
             plgpu.copy_smem_to_gmem(hat_stage, refs.hat.at[rows, columns])
 
     def _product(self, dz_stage, weights, columns):
-        """Return columns of `dz w`, summed over both halves of dz."""
         half = self.outputs // 2
 
         def multiply(sums):

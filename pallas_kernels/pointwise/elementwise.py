@@ -127,7 +127,6 @@ def _result_shape(arrays, shape):
 
 
 def _rows(shape, arrays):
-    """Return a division of the result into rows, each at least as long as a vector."""
     rows = Rows(shape, arrays)
     if rows.count > 1 and (rows.length < LANES or rows.length % ALIGNMENT):
         lengths = [math.prod(shape[axis:]) for axis in range(len(shape))]

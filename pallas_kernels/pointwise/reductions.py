@@ -70,7 +70,6 @@ class _Walk:
 
     @classmethod
     def from_axes(cls, shape: tuple[int, ...], summed_axes: Sequence[int]) -> "_Walk":
-        """Return the walk for sums over `summed_axes` of an array without axes of size 1."""
         kept_axes = [i for i in range(len(shape)) if i not in summed_axes]
         first_summed = kept_axes[-1] + 1 if kept_axes else 0
         outer_axes = [i for i in summed_axes if math.prod(shape[i + 1 :]) >= LANES]
@@ -90,7 +89,6 @@ class _Walk:
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
 
     def arrange(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """Return array `a`, which broadcasts to `shape`, transposed and reshaped for the kernel."""
         if self.columns is not None:
             a = jnp.broadcast_to(a, shape).transpose(self.order).reshape(-1, self.columns)
             return jnp.pad(a, ((0, 0), (0, self.shape[1] - self.columns)))
@@ -129,12 +127,11 @@ class _Sums:
 
     @property
     def width(self) -> int:
-        """Elements of a sum."""
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and the index of the vector's first element within this row. Along columns,
-        the last two blocks may overlap."""
+        """Return the row that a step reads, and its vector's first element. Along columns, the last two blocks may
+        overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -205,7 +202,6 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
 
 
 def _sums_of_rows(formula, arrays, walk, config, outputs):
-    """Return the sums over all axes from `walk.axis` on."""
     rows = walk.rows(arrays)
     flat_arrays = rows.flatten(arrays)
     sums = walk.sums(rows, config.length)
@@ -221,7 +217,7 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return the sums over the axis `walk.axis`. The later axes together fill a vector."""
+    """The axes after `walk.axis` together fill a vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
@@ -233,7 +229,6 @@ def _sums_of_columns(formula, arrays, walk, config, outputs):
 
 
 def _launch(formula, arrays, sums, splits, outputs):
-    """Return one array of sums per output of the formula. The kernel computes `splits` parts of each sum."""
     steps, width, blocks = -(-sums.steps // splits), sums.width, sums.blocks
     full_row = sums.rows.spans_row.index(True)
 

@@ -103,7 +103,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """Compute `updates` in one launch, for arrays that are not empty."""
+    """No array may be empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat_changed, flat_constant = (
@@ -137,5 +137,5 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return the number of elements of the widest dtype in these lists that one access can load."""
+    """Return how many elements of the widest dtype one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

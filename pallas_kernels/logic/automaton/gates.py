@@ -254,12 +254,10 @@ def add_totals(plan, team, rows, sums, before, after):
 
 
 def _gates_of(plan, i, part):
-    """Return a part's range among the lanes of all layers."""
     return pl.ds(plan.gate_firsts[i] + part.offset, part.lanes)
 
 
 def _parts(plan, team):
-    """Return (index of the layer, part) for all parts that this warpgroup computes."""
     return [(i, part) for i, layer in enumerate(plan.layers) for part in team.parts(layer)]
 
 

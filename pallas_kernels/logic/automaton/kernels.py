@@ -171,9 +171,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute the steps of `steps(slices, carry)` for each of a CTA's groups of cells, and return the last `carry`,
-    which is None or a list that the steps change in place. `loads` have `load` and `write`, which fetch the next
-    group's data during a group's last steps."""
+    """Compute `steps(slices, carry)` for each of a CTA's groups of cells, and return the last `carry`, which is None or
+    a list that the steps change in place. `loads` fetch the next group's data during a group's last steps."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):
