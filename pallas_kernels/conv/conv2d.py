@@ -1,11 +1,8 @@
 """Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
-Each lane has one example. A CTA of `correlate` computes one row of the output for a few output channels and one block
-of the batch. It keeps the sums in registers.
-
-A CTA of `correlate_batch` computes a tile of the filters' gradient, summed over some rows of dy and some examples. It
-keeps one sum per element and lane in registers, and finally sums over the lanes. XLA adds the results of all CTAs that
-compute one tile. `sum_batch` computes the bias gradient in this way, too.
+Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
+output channels and one block of the batch. A CTA of `correlate_batch` computes a tile of the filters' gradient, summed
+over some rows of dy and some examples. XLA adds the results of all CTAs that compute one tile.
 """
 
 import dataclasses
@@ -26,9 +23,9 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum unrolled taps, which are positions of a filter. Compile time grows with this number. Not tuned."""
+"""Maximum unrolled taps, which are positions of a filter, to limit compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted CTAs of `correlate_batch`: several per multiprocessor of any current GPU."""
+"""Wanted CTAs of `correlate_batch`: several per multiprocessor."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -159,8 +156,7 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    k is a channel of dy, c a channel of x, (i, j) a position in dy, (u, v) a position in the filter, and n an example.
-    `stride` has one stride for i and one for j. The order of summation is fixed.
+    The letters are as in `correlate`, but (i, j) is a position in dy. The order of summation is fixed.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.

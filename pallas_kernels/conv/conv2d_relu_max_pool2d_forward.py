@@ -1,11 +1,9 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, batch last.
 
-A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch. Each lane has
-one example. It loads the patch, the part of the image that these windows need, into registers. The lane multiplies the
-patch by each weight, and keeps one sum per position of each window in registers. The CTA writes each window's maximum,
-and one byte: the index of the maximum, or one past the last index if ReLU returns zero.
-
-Windows do not overlap, and the convolution's stride is 1.
+A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch, with one
+example per lane. A lane loads the patch, the part of the image that these windows need, into registers. It multiplies
+the patch by each weight, and keeps one sum per position of each window. Windows do not overlap, and the convolution's
+stride is 1.
 """
 
 import dataclasses
@@ -36,7 +34,7 @@ class ForwardConfig:
     Attributes:
       channels, windows: maximum output channels, and adjacent windows, whose sums a CTA keeps in registers.
       lane_block: maximum examples per CTA.
-      programs_per_multiprocessor: wanted CTAs per multiprocessor. If there would be fewer CTAs, each CTA computes fewer
+      programs_per_multiprocessor: wanted CTAs per multiprocessor. If there would be fewer, each CTA computes fewer
           channels and windows.
     """
 

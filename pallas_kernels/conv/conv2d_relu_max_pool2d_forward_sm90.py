@@ -1,17 +1,13 @@
 """Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, batch last.
 
-A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. The warpgroups of a
-persistent CTA compute tiles independently, each with a ring of stages in shared memory. One TMA copy fills a stage with
-the patch, the part of the images that the tile needs. For each of the R x S positions (r, s) in a window, `wgmma`
-multiplies a banded matrix of the filters by the patch:
+A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. A patch is the part of the
+images that a tile needs. For each of the R x S positions (r, s) in a window, `wgmma` multiplies a banded matrix of the
+filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
 (p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
-column of the patch. The S matrices `weights` stay in shared memory.
-
-One thread has the sums of a window at all positions. It finds the maximum and its index, while the tensor cores
-multiply for another warpgroup. TMA stores the pooled output and the indices, one byte per window.
+column of the patch. The S matrices `weights` stay in shared memory. `docs/kernels/conv.md` describes the data flow.
 """
 
 import dataclasses
@@ -58,7 +54,7 @@ _MAX_STAGES = 4
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""From this batch on, this kernel is as fast as the exact float32 kernel: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch for which the kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +184,11 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute the function `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    Arguments and results are as in `conv2d_relu_max_pool2d_forward.forward`, but N may be any multiple of 64. w is
-    rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix is NaN. If an example's patch contains
-    a NaN or an infinity, all of the example's windows in the tile are therefore NaN.
+    N may be any multiple of 64, and w is rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix
+    is NaN. If an example's patch contains a NaN or an infinity, all of the example's windows in the tile are therefore
+    NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:

@@ -6,12 +6,11 @@ A tile is a few pooling windows, for all output channels and 64 examples. `wgmma
 
 n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
 patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
-zeros elsewhere. One thread holds the sums for all positions of a window, and finds the maximum and its index.
+zeros elsewhere.
 
-The warpgroups of a persistent CTA compute tiles independently, and the weights stay in shared memory. The tensor cores
-need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into shared memory, and
-a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores multiply for another
-warpgroup.
+The tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into
+shared memory, and a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores
+multiply for another warpgroup.
 """
 
 import dataclasses
@@ -51,8 +50,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 1024
-"""From this batch on, this kernel makes LeNet's training step faster, even with the launches that arrange the
-filters."""
+"""Smallest batch for which the kernel makes LeNet's training step faster."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
@@ -189,9 +187,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32 sums.
 
-    Arguments and results are as in `conv2d_relu_max_pool2d_forward.forward`, but N may be any multiple of 64. A NaN or
-    an infinity times a zero in `weights` is NaN. If an example's patch contains a NaN or an infinity, all of the
-    example's windows in the tile are therefore NaN.
+    N may be any multiple of 64. A NaN or an infinity times a zero in `weights` is NaN. If an example's patch contains a
+    NaN or an infinity, all of the example's windows in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:

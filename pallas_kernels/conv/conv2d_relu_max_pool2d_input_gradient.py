@@ -37,8 +37,8 @@ class InputGradientConfig:
     Attributes:
       channels: input channels per CTA, a divisor of all input channels.
       cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
-      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients for the next
-          iteration are loaded.
+      ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients load
+          meanwhile.
     """
 
     channels: int
@@ -145,9 +145,9 @@ def input_gradient(
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima from the forward.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       w: `(K, C, F, G)`.
-      input_size: height H and width W of the input.
+      input_size: H and W.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.

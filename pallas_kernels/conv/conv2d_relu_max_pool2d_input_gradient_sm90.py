@@ -7,13 +7,12 @@ group reaches the cell at its own position, some cells below it, and the cells d
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row and j a column of cells. The sum is over the groups that reach the cell. a counts the rows from the group
-down to the cell. b is 0 for the group in the cell's column, and 1 for the group to the left. `routed` has dy at the
-positions of the windows' maxima, and zeros elsewhere. `weights` has the filters.
+m is a row and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in the
+cell's column, and 1 for the group to the left. `routed` has dy at the positions of the windows' maxima, and zeros
+elsewhere. `weights` has the filters.
 
-A CTA computes 64 examples, with one warpgroup per column of cells. TMA loads the weights into shared memory once. For
-each row of windows, a warpgroup loads dy and the indices, and writes one group's `routed` to shared memory. A cell's
-sums stay in registers until the last row of windows that reaches the cell. TMA then stores them through shared memory.
+A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
+memory. A cell's sums stay in registers until the last row of windows that reaches the cell.
 """
 
 import dataclasses
@@ -42,8 +41,7 @@ _COLUMNS = 32
 _MAX_WARPGROUPS = 4
 """Maximum warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Maximum sums per thread, for the cells in one column that one row of windows reaches. With more sums, the thread
-spills registers."""
+"""Maximum sums per thread, for the cells in one column that one row of windows reaches. More sums spill registers."""
 _MIN_BATCH = 2048
 """Below this batch, cuBLAS is as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
@@ -150,10 +148,9 @@ def _heuristic(dy: Any, place: Any, w: Any, *, window: tuple[int, int], input_si
 def input_gradient(
     dy: Array, place: Array, w: Array, *, window: tuple[int, int], input_size: tuple[int, int], config: Config
 ) -> Array:
-    """Return dx, computed on the tensor cores with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_input_gradient.input_gradient` on the tensor cores with float32 sums.
 
-    Arguments and result are as in `conv2d_relu_max_pool2d_input_gradient.input_gradient`. N must be a multiple of 64. w
-    is rounded to dy's dtype, and float32 operands are rounded to TF32.
+    N must be a multiple of 64. w is rounded to dy's dtype, and float32 operands are rounded to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width

@@ -1,10 +1,9 @@
 """Gradients of `conv2d_relu_max_pool2d` with respect to w and b in exact float32 on the CUDA cores, batch last.
 
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
-the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane loads dy, the index of
-the maximum, and the patch of x that the window needs. It multiplies dy by the part of the patch that the filter reads
-at the position of the maximum. At the end, the CTA sums over the lanes through shared memory. XLA adds the sums of the
-splits.
+the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane multiplies dy by the
+part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes through shared
+memory. XLA adds the sums of the splits.
 """
 
 import dataclasses
@@ -34,8 +33,8 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_ACCUMULATORS = 160
 """Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Estimated registers per thread besides sums and patch. The estimated number of resident CTAs then agrees with ptxas
-for LeNet."""
+"""Estimated registers per thread besides sums and patch. The estimated resident CTAs then agree with ptxas for
+LeNet."""
 _MAX_PATCH = 72
 """Maximum elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
@@ -62,7 +61,7 @@ class WeightsGradientConfig:
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the splits for `programs_per_multiprocessor` CTAs per multiprocessor, perhaps more than units."""
+        """Return the splits that give `programs_per_multiprocessor` CTAs per multiprocessor."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -117,7 +116,7 @@ def weights_gradient(
     """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima from the forward.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1. R and S are the window's rows and columns.
 
     Returns:

@@ -25,8 +25,8 @@ class Config:
 
     Attributes:
       channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand and the routed gradient the right operand, or the reverse. The left
-          operand is divided into tiles of 64 rows, one per warpgroup.
+      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of the left
+          operand.
     """
 
     channels: int
@@ -37,16 +37,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow from the shapes and a config. In `correlate_batch`, a window is R rows of one column of dy, and
-    S is 1.
-
-    Attributes:
-      K, C: output and input channels.
-      P, Q: rows and columns of windows.
-      N: batch size.
-      H, W: rows and columns of x.
-      R, S: rows and columns of a window.
-    """
+    """Sizes that follow from the shapes and a config: K and C channels, P x Q windows of R x S positions, N examples,
+    and H x W pixels of x. In `correlate_batch`, a window is R rows of one column of dy, and S is 1."""
 
     K: int
     P: int
@@ -113,12 +105,10 @@ class Sizes:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of shared memory in addition to the stages."""
         return 0
 
     @property
     def stages(self) -> int:
-        """Maximum stages that fit in shared memory."""
         left = device.target().shared_bytes - _RESERVED_BYTES - self.other_bytes
         return min(_MAX_STAGES, left // self.stage_bytes)
 
@@ -151,8 +141,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles per unit, summed over the parts in `shares`. A product with 8 elements of
-        the summed axis in TF32 takes half a cycle per column and warpgroup. Loads take one cycle per 24 bytes."""
+        """Return the estimated clock cycles per unit, summed over the parts in `shares`. In a product, each column
+        takes four cycles per warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 

@@ -9,12 +9,9 @@ windows reads, and j is a column of x. t = (r, s) is one of the R x S positions 
 positions of the maxima, and zero elsewhere. For a filter position (u, v), the gradient with respect to w[k, c, u, v] is
 the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
 
-The batch is contiguous in both operands, as the tensor cores require of TF32. A CTA computes the sums for a part of the
-input channels and a part of the window positions, over a split: a part of the rows of windows and of the batch.
-`conv2d_weights_gradient_body_sm90` describes the data flow.
-
-For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
-rows of x yield the bias gradient.
+A CTA computes the sums for a part of the input channels and a part of the window positions, over a split: a part of the
+rows of windows and of the batch. For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and
+`routed` is dy. Rows of ones after the rows of x yield the bias gradient.
 """
 
 import functools
@@ -63,11 +60,8 @@ def _misfit(dy, x):
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
-    """Return (dw, db), computed on the tensor cores.
-
-    Arguments and results are as in `conv2d_relu_max_pool2d_weights_gradient.weights_gradient`. If dy and x are float32,
-    dy is rounded to TF32, and x is truncated to TF32.
-    """
+    """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` on the tensor cores. float32 dy is rounded to
+    TF32, and float32 x is truncated to TF32."""
     sizes = pooled_sizes(dy, x, window, config)
     # The forward stores the indices by rows of windows, so this needs no transpose.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
@@ -104,7 +98,7 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
     """Return (dw, db) of a convolution with stride 1: dw as in `conv2d.correlate_batch`, and db, the sum of dy over all
     axes but the output channels.
 
-    If the arrays are float32, dy is rounded to TF32, and x is truncated to TF32.
+    float32 dy is rounded to TF32, and float32 x is truncated to TF32.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.

@@ -7,10 +7,9 @@ filter w of F elements:
 
 Here t is a position in the output, and u is a position in the filter. A row is the block of channels at one position.
 
-A CTA computes a block of channels for consecutive positions of one example. Neighboring threads compute neighboring
-channels, so all loads are contiguous. The filters and the last F - 1 rows of x̄ stay in registers, so each row is
-loaded once per CTA. In the backward, the last F - 1 rows of dy stay in registers instead. The backward reads dy and x
-once. The kernels do not use shared memory, and therefore also run in the interpreter.
+A CTA computes a block of channels for consecutive positions of one example. The filters and the last F - 1 rows of x̄
+(in the backward, of dy) stay in registers, so each row is loaded once per CTA. The kernels use no shared memory, so
+they also run in the interpreter.
 """
 
 import dataclasses
@@ -71,7 +70,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
     """Compute y, which the module's docstring defines.
 
     Args:
-      x: `(batch, width, channels)`. The number of channels is a multiple of `LANES`.
+      x: `(batch, width, channels)`, channels a multiple of `LANES`.
       w: `(F, channels)`, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
       b: `(channels,)`, in x's dtype, or None.
       before, after: zeros before and after the sequence.

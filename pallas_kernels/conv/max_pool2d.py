@@ -50,8 +50,8 @@ def scatter_gradients(
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
       indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
-      input_size: height H and width W of the input.
-      padding: padding rows above the input, and padding columns to its left.
+      input_size: H and W.
+      padding: rows above the input, and columns to its left.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.

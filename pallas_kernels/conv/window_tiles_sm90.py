@@ -15,15 +15,8 @@ BARRIER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes for tiles of `config.rows` x `config.columns` windows.
-
-    Attributes:
-      K, C: output and input channels.
-      P, Q: rows and columns of windows.
-      N: batch size.
-      F, G: rows and columns of a filter.
-      R, S: rows and columns of a window.
-    """
+    """Sizes for tiles of `config.rows` x `config.columns` windows, with K output and C input channels, P x Q windows of
+    R x S positions, N examples, and filters of F x G elements."""
 
     K: int
     P: int

@@ -26,7 +26,7 @@ from pallas_kernels.core.simulator import simulating
 
 
 def block_layout(lanes: int, width: int) -> Any:
-    """Return the register layout of a block. A thread holds each of its rows in one register vector."""
+    """Return the register layout of a block."""
     return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
 
 
@@ -244,11 +244,10 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
 
     Args:
-      lists: lists of references `(n,)` to device memory, with addresses that are multiples of the bytes of a block's
-          row. All references in a list have the same dtype. References at the same index of different lists have the
-          same length.
-      array, start: integers, which are equal in all threads. `start` is a multiple of the block's size. Elements beyond
-          the end of the reference are copies of its last element.
+      lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
+          same length. Addresses are multiples of the bytes of a block's row.
+      array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the end
+          of the reference are copies of its last element.
     """
     lanes, width = shape
     if simulating() is not None:

@@ -56,12 +56,10 @@ def sums_over_lanes(rows: Any, totals: Any) -> None:
 
 
 def value_a_row() -> Any:
-    """Return the layout of a vector with one value per row of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
 def value_a_column() -> Any:
-    """Return the layout of a vector with one value per column of a `wgmma` accumulator."""
     return plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -80,22 +78,18 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box` for bulk copies. Both views have the same rows.
-
-    A bulk copy to the operand must begin at a multiple of its tile in device memory, and a bulk copy to the box may
-    begin anywhere. In the simulator, the result is only the operand.
-    """
+    `box` for bulk copies. A copy to the operand must begin at a multiple of its tile in device memory, but a copy to
+    the box may begin anywhere. In the simulator, the result is only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
 
 def as_operand(ref: Any) -> Any:
-    """Return the operand of memory from `operand_and_box`."""
     return ref if simulating() is not None else ref[0]
 
 
 def as_box(ref: Any) -> Any:
-    """Return the box of memory from `operand_and_box`, which the simulator does not have."""
+    """Return the box of memory from `operand_and_box`. The simulator has none."""
     return ref[1]
 
 
@@ -143,9 +137,8 @@ def zeros_like(vector: Array) -> Array:
 def vector_length(*arrays: Array) -> int:
     """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
 
-    The threads of a CTA share a vector, with at most 4 elements per thread, or 2 if the dtypes differ. A thread loads
-    up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors can be combined only if their
-    threads load the same number of elements.
+    A thread loads up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors of different
+    dtypes can be combined only if their threads load the same number of elements, which is then 2.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -153,16 +146,13 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number.
-
-    `//` and `%` examine signs, which takes ten more operations than `lax.div` or `lax.rem`. Some of them convert
-    booleans, for which JAX 0.11 starts a process per conversion in a kernel.
-    """
+    """Return `number // divisor` for a nonnegative number. `//` and `%` examine signs, which takes ten more operations.
+    Some of them convert booleans, for which JAX 0.11 starts a process per conversion in a kernel."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    """Return `number % divisor` for a nonnegative number; see `quotient`."""
+    """Return `number % divisor` for a nonnegative number, as `quotient` does."""
     return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
 
 
