@@ -42,7 +42,8 @@ def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callab
     maps arrays of `avals`' shapes and dtypes to a list of arrays."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    # Otherwise, JAX would take the mesh and the number of devices from the context. A kernel runs on one device.
+    # A kernel runs on one device. Without this line, JAX would take the mesh and the number of devices from the
+    # context.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
     exported = dataclasses.replace(exported, nr_devices=1)

@@ -1,9 +1,8 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 
-XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. If a row's run is short, one CTA
-computes the whole row, several blocks of features at once, because most runs are too short for more CTAs. If a row's
-run is long, the row has one CTA per block of features. The CTAs of long runs start first, so that they do not finish
-last. A CTA adds gradients in float32 registers, in the order of the tokens.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. For a short run, one CTA computes the
+whole row, several blocks of features at once. For a long run, the row has one CTA per block of features. The CTAs of
+long runs start first, so that they do not finish last. A CTA adds gradients in float32, in the order of the tokens.
 """
 
 import dataclasses

@@ -1,13 +1,9 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
-A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow: persistent
-CTAs, a producer warpgroup, and two consumer warpgroups. In the ping-pong schedule, each consumer computes separate
-tiles. In the cooperative schedule, each consumer computes half of the rows of one tile. The tile can then be twice as
-large, so fewer bytes are read per multiplication.
-
-The two CTAs of a cluster compute two tiles, one below the other, which need the same blocks of the right operand. Each
-CTA copies half of each block, and multicasts it to both. If the summed axis is split (split-K), there is one result per
-split.
+A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
+ping-pong and cooperative schedules. A cooperative tile can be twice as large, so fewer bytes are read per
+multiplication. The two CTAs of a cluster compute two tiles, one below the other. Each CTA copies half of each block of
+the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one result per split.
 """
 
 import dataclasses
@@ -29,15 +25,15 @@ STEP = OPERAND_BYTES // ITEM_BYTES
 """Elements of the summed axis per step. They fill one row of an operand's tile."""
 
 CONSUMERS = 2
-"""Consumer warpgroups. The registers of each hold 64 x 256 or 128 x 128 sums."""
+"""The registers of each consumer warpgroup hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 65536 registers: 512 for a producer
-thread and two consumer threads together."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 512 registers for a producer thread
+and two consumer threads together."""
 
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover, rounded down to a divisor of the result's columns. Half and twice
-this number were slower: docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
+"""Columns of the result that concurrent tiles cover. Half and twice this number were slower:
+docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +42,6 @@ class Config:
 
     Attributes:
       rows, columns: size of a CTA's tile.
-      stages: stages of the ring.
       splits: parts of the summed axis.
       cluster: CTAs per cluster, 1 or 2.
       raster: columns of tiles in a block of the result. The blocks are computed one after another. 0 means a single
@@ -85,8 +80,6 @@ def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The product `(rows, summed_size) (summed_size, columns)`."""
-
     config: Config
     rows: int
     columns: int
@@ -94,8 +87,7 @@ class Product:
     multiprocessors: int
 
     consumers: ClassVar[int] = CONSUMERS
-    """Consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, and two in the
-    cooperative schedule."""
+    """Consumers per tile: one in the ping-pong schedule, which needs equally many steps for all tiles, else two."""
 
     def check(self, kernel: str) -> None:
         check_divides(kernel, "columns", self.config.columns, self.columns)
@@ -138,8 +130,7 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand. Each CTA of a cluster copies half of a block to both
-        CTAs."""
+        """Keyword arguments for copies of the right operand, which each CTA of a cluster sends to both CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
@@ -180,9 +171,9 @@ class Product:
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
               `count` is the number of this step among all steps of the CTA.
-          spans: maps a tile to a list of `(first, end, multiply)`, consecutive ranges of steps. `multiply(stage,
+          spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
               *accumulators)` starts the products of a step, and waits for the products of the step before.
-          epilogue: `epilogue(tile, *sums)` stores a tile's sums, which are in registers.
+          epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 
         @pl.when(warpgroup == PRODUCER)
@@ -202,8 +193,8 @@ class Product:
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
         """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on, and
-        return the last count. `count` is the number of steps of all earlier tiles of the CTA, including skipped tiles.
-        `turn` is the index of the tile's consumer in the ping-pong schedule, else 0."""
+        return the last count. `count` is the number of steps of all earlier tiles of the CTA. `turn` is the index of
+        the tile's consumer in the ping-pong schedule, else 0."""
 
         def visit_next(i, count):
             number = first + i * stride

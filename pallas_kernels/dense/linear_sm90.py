@@ -3,14 +3,10 @@
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-Here o is an output, x the input, w and b the parameters, and dy the gradient with respect to z. The pipeline is in
-`linear_product_sm90`.
-
-For z, the consumers use the ping-pong schedule, and store a tile through shared memory. For dw, they use the
-cooperative schedule, because a CTA has one tile or tiles of hundreds of steps. The summed axis of dw is split (split-K)
-until all multiprocessors are busy, and the sums of the splits are added in a fixed order. The product of dyᵀ and
-columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these CTAs
-computes the product with ones for a part of the rows.
+Here o is an output, and dy is the gradient with respect to z. The pipeline is in `linear_product_sm90`. The summed axis
+of dw is split (split-K) until all multiprocessors are busy, and the sums of the splits are added in a fixed order. The
+product of dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw.
+Each of these CTAs computes the product with ones for a part of the rows.
 """
 
 import dataclasses
@@ -34,23 +30,22 @@ from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PROD
 _ROWS = 128
 """Rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile. A wgmma has at most 256 columns (PTX ISA). A tile has 128 columns if 256 does not divide the
-result's columns, or if one consumer holds the whole tile."""
+"""Columns of a tile, at most 256 (PTX ISA, wgmma). A tile has 128 columns if 256 does not divide the result's columns,
+or if one consumer holds the whole tile."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Fewest rows for which the heuristics select the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for which
-they select the forward (not measured)."""
+"""Fewest rows for which the heuristics select the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for the
+forward (not measured)."""
 
 _MAX_STAGES = 6
 """On Hopper, four stages of the largest tiles fit. Three stages were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers (512 bytes)."""
 _STEP_MICROSECONDS = 0.75
-"""Estimated microseconds per step of a tile of 128 x 256 on an H100, to choose the number of splits. The rates in
-docs/lab/2026-11-21-dense.md are near it."""
+"""Estimated microseconds per step of a tile of 128 x 256 on an H100, near the rates in docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
-"""Estimated rate at which the splits' sums are written and read, to choose the number of splits. Not tuned."""
+"""Estimated rate at which the splits' sums are written and read. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:

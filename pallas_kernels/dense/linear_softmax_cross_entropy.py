@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
-A CTA computes one part of a row. In the first kernel, each thread keeps, in registers, the maxima and the sums of
-exponentials of the logits that it has read. If a maximum grows, the thread rescales the sum. XLA combines the
-statistics of the parts. The second kernel overwrites the logits with the gradient.
+A CTA computes one part of a row. In the first kernel, each thread keeps the maxima and the sums of exponentials of the
+logits that it has read. If a maximum grows, the thread rescales the sum. XLA combines the parts. The second kernel
+overwrites the logits with the gradient.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""Maximum parts per row, and vectors whose loads are in flight at once. If the row is long enough, a part has at least
-`_UNROLLED` vectors. Both numbers come from docs/lab/2026-11-26-large-vocabulary.md."""
+"""Maximum parts per row, and vectors whose loads are in flight at once, which a part has if the row is long enough:
+docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -69,12 +69,12 @@ def statistics(
       logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` columns are padding.
       labels: `(rows,)`, int32. If a row's label is not a class, it must be -1.
       b: bias `(columns,)`, or None.
-      softcap: the bound of the cap, or None, for which `cap(a)` is a.
+      softcap: the bound of the cap, or None for no cap.
       with_sum: whether to compute `Σ z`.
 
     Returns:
       (largest, total, sum, label_z), each `(rows,)` in float32: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and
-      the z of the label. For the label -1, label_z is the z of class 0.
+      the z of the label, or of class 0 for the label -1.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)

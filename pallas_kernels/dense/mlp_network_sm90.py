@@ -24,13 +24,13 @@ _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
 """Inputs of a layer in a slice of its weights. They fill one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More columns would need larger stages in shared memory.
-Not tuned."""
+"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages in shared memory. Not
+tuned."""
 _MAX_STAGES = 8
 """Maximum slices in the ring. More slices bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that stay free. Mosaic's sums across warps and barriers take less than 3 KiB. The rest keeps
-the numbers of stages that were measured in docs/lab/2026-11-21-dense.md."""
+"""Bytes of shared memory that stay free: less than 3 KiB for Mosaic's sums across warps and barriers, and the rest to
+keep the numbers of stages of docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,8 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs).
-
-    Attributes:
-      sizes: inputs of the first layer, then each layer's outputs.
-    """
+    """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs). `sizes` has the
+    inputs of the first layer, then each layer's outputs."""
 
     sizes: tuple[int, ...]
 

@@ -1,12 +1,11 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
 A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream through a ring of
-stages (`mlp_stream_sm90`). Bias, ReLU, and softmax are computed on the sums in registers. Factors of products are
-rounded to TF32; the rest is in float32. Rows are padded to `Network.widths`.
+stages (`mlp_stream_sm90`). Factors of products are rounded to TF32; the rest is in float32. Rows are padded to
+`Network.widths`.
 
-For small batches, launches and latencies take most of the time. One kernel therefore computes the forward and, without
-dy, the gradients of each example's loss. A second kernel, in `mlp_weighed_gradients_sm90`, multiplies these gradients
-by dy and computes the parameters' gradients.
+For small batches, one kernel computes the forward and, without dy, the gradients of each example's loss.
+`mlp_weighed_gradients_sm90` multiplies these gradients by dy and computes the parameters' gradients.
 """
 
 import functools
@@ -37,12 +36,11 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes the forward and the gradients. Compared with two kernels, it was faster
-at 1024, and slower at 8192: docs/lab/2026-11-21-dense.md."""
+"""Largest batch for which one kernel computes the forward and the gradients. One kernel was faster at 1024, and slower
+at 8192: docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
-    """`forward` and `backward` are used together."""
     if dtype != jnp.float32:
         return f"dtype {dtype}, only float32"
     if N == 0 or N % EXAMPLES:
@@ -125,9 +123,9 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Compute `h = max(0, w h' + b)` for each layer but the last, where h' is the h of the layer before, or x. Then
-    compute the logits `w h' + b` and the loss `logsumexp(logits) - logits[label]`. w and b are a layer's weights and
-    bias.
+    """Compute `h = max(0, w h' + b)` for each layer but the last, the logits `w h' + b`, and the loss
+    `logsumexp(logits) - logits[label]`. w and b are a layer's weights and bias, and h' is the h of the layer before, or
+    x.
 
     Args:
       x: `(widths[0], N)`, one example per column.

@@ -41,12 +41,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The products of a kernel, whose weights stream through a ring that no other stream uses.
-
-    Attributes:
-      products: (inputs, outputs) of each product, in the order of use.
-      weights: all slices in device memory, with one row per output.
-    """
+    """The products of a kernel, (inputs, outputs) each, in the order of use. `weights` has all slices in device memory,
+    with one row per output. No other stream uses the ring."""
 
     products: list[tuple[int, int]]
     weights: Any

@@ -1,8 +1,5 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
-A CTA computes a block of examples in registers. The forward loops over the classes three times: for the maximum, for
-the sum of exponentials, and for the loss. The backward recomputes the softmax from the maximum and the sum.
-
 Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. N is a
 multiple of `LANES`. If an integer label is not the index of a class, the loss is NaN. The gradient is NaN as well,
 unless dy is 0.
@@ -83,18 +80,15 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
 @kernel(heuristic=lambda dy, logits, labels, *statistics: _heuristic(logits, labels))
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
-    """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`.
+    """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    Here n is an example, j and k are classes, y[k, n] is the weight that n's label gives to k, and
-    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
+    Here y is as in `loss_and_statistics`, j and k are classes, and `p[k, n] = exp(logits[k, n] - largest[n]) /
+    total[n]`.
 
     Args:
       dy: `(N,)`, the gradient with respect to the loss.
       logits, labels: arguments of the forward; the logits are `(classes, N)`.
       largest, total: results of the forward, float32 `(N,)`.
-
-    Returns:
-      `(classes, N)` in the dtype of the logits.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)

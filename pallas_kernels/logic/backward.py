@@ -7,8 +7,7 @@ coefficients are c[g]. If dy is the gradient with respect to y,
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The consumers of an input are the gates that read it. Each lane (thread) sums dc over its examples in registers, and the
-CTA then sums dc over the lanes. The kernels differ in what a CTA computes:
+The consumers of an input are the gates that read it. The kernels differ in what a CTA computes:
 
 - `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
 - `gradients_by_input`: dx of one input and dc of some of its consumers. All wires are supported.
@@ -244,11 +243,10 @@ _SHORT_ROW = 512
 _SHORT_ROW_IN_L2 = 1024
 """Largest batch for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache that x may take to count as fitting, because dy also passes through the cache. Not
-tuned."""
+"""Largest fraction of the L2 cache for x, because dy also passes through the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that a CTA reads at once. If any input has more consumers, a CTA
-reads two at once per input. docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
+"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more consumers.
+docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

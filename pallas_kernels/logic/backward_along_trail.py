@@ -1,9 +1,8 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders.
 
-A CTA computes the gradients of several inputs, which are consecutive in the order of the trail. For each input, the CTA
-loads three kinds of rows into registers, all at once: the row of x of the input, and, for each gate that reads the
-input, the row of dy, and the row of x of the gate's other input. From these rows it computes dx, and sums dc over the
-lanes in shared memory. `backward` has the formulas and the arguments, and `Graph` describes the trail.
+A CTA computes the gradients of several consecutive inputs of the trail. For each input, it loads at once the input's
+row of x, and, for each gate that reads the input, the row of dy, and the row of x of the gate's other input. `backward`
+has the formulas and the arguments, and `Graph` describes the trail.
 """
 
 import dataclasses

@@ -4,10 +4,9 @@ Shared memory has 32 banks of 4 bytes. An octet is eight neighboring threads. Th
 they use different banks. A row of shared memory takes 16 bytes, so two rows conflict if their indices have equal
 residues mod 8.
 
-A gate's lane determines the row in which its value is stored, and the order of a layer's gates is free. An octet of
-gates reads its inputs a at one time, and its inputs b at another. A gate's position within its octet is the residue of
-its row. This residue decides the conflicts when the next layer reads the row, and when gradients are written to the
-row.
+A gate's lane determines the row in which its value is stored, and the order of a layer's gates is free. A gate's
+position within its octet is the residue of its row. This residue decides the conflicts when the next layer reads the
+row, and when gradients are written to the row.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """Forward of a layer of two-input gates. Each input and each output is one row of examples.
 
-A CTA computes a few gates for one lane block, a vector along the batch, in registers. The batch is the slow axis of the
-grid, so that all gates read a lane block of x while it is in the L2 cache. docs/kernels/logic.md explains what bounds
-the kernels; docs/lab/2026-11-22-logic.md lists experiments.
+A CTA computes a few gates for one lane block, a vector along the batch. The batch is the slow axis of the grid, so that
+all gates read a lane block of x while it is in the L2 cache (docs/kernels/logic.md).
 """
 
 import dataclasses

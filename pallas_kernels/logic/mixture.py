@@ -3,9 +3,8 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-Here g is a gate, i and j are functions, table[i] has the four coefficients of function i, and dc and dlogits are
-gradients. A thread computes one gate in registers. It reads each logit once, whereas XLA would read the logits once for
-each sum over the functions.
+Here g is a gate, i and j are functions, and table[i] has the four coefficients of function i. A thread computes one
+gate. It reads each logit once, whereas XLA would read the logits once per sum over the functions.
 """
 
 import dataclasses
@@ -29,8 +28,8 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA, which computes the coefficients of several small layers as
-one matrix product. Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA, which computes several small layers as one matrix product.
+Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

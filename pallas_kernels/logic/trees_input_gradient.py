@@ -24,10 +24,10 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still smaller
-bands, most leaves would add to two bands. Measured in docs/lab/2026-11-22-trees.md."""
+"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, but in still smaller
+bands, most leaves would add to two bands: docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
-"""Wanted bands per multiprocessor. docs/lab/2026-11-22-trees.md measures it together with other changes."""
+"""Wanted bands per multiprocessor: docs/lab/2026-11-22-trees.md."""
 _UNROLLED_WINDOWS = 8
 """Maximum pooling windows for which a CTA fetches a leaf's gradients at once. Not tuned."""
 

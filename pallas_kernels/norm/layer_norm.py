@@ -6,9 +6,9 @@ Means are over a row of x, and scale and bias have one value per column. RMSNorm
 bias. Instead of a row's mean, the kernels store its `offset`, the mean minus the row's first element. If the mean is
 far from zero, rounding the mean would lose digits of `x - mean`.
 
-A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and sums
-dscale and dbias over its rows. XLA adds the sums of the CTAs in a fixed order. A row may not fit in registers, so each
-pass over a row reads it again. The kernels use no shared memory, so they also run in the interpreter.
+A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and its
+part of dscale and dbias. A row may not fit in registers, so each pass over a row reads it again. The kernels use no
+shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from pallas_kernels.norm.statistics import inverse_root
 _SUMMED_COLUMNS = 4096
 """Maximum columns for which a CTA sums dscale and dbias. The sums take 64 of a thread's 255 registers. Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum rows per CTA of `gradients`. More rows per CTA leave fewer CTAs to hide latency. Not tuned."""
+"""Maximum rows per CTA of `gradients`. More rows per CTA leave fewer CTAs. Not tuned."""
 _PROGRAMS = 4
 """Wanted CTAs of `gradients` per multiprocessor. A CTA has several rows only if this many CTAs remain. Not tuned."""
 

@@ -2,10 +2,9 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows. The sums dscale and dbias are over the outputs of the dense
-layer. x̂ is LayerNorm's normalized input, dz is the gradient with respect to the dense layer's output, w are the dense
-layer's weights, and scale and bias are LayerNorm's parameters. A CTA reads s and w for some outputs and columns, writes
-dw, and sums dscale and dbias over its outputs. XLA then adds the sums of the CTAs in a fixed order.
+Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows, and dscale and dbias are sums over the outputs of the dense
+layer. x̂ is LayerNorm's normalized input, dz is the gradient with respect to the dense layer's output, w are its
+weights, and scale and bias are LayerNorm's parameters. XLA adds the sums of the CTAs in a fixed order.
 """
 
 import dataclasses

@@ -2,12 +2,9 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-The mean and inv_std are statistics of a row of x. scale and bias are LayerNorm's parameters, and w and b are the dense
-layer's parameters. CTAs are persistent. w stays in shared memory, so the widths of x and z must be small.
-
-In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. A warpgroup normalizes a block in
-registers, from which `wgmma` reads it. In the input gradient, both warpgroups compute the same block, and each computes
-half of the columns of dx.
+scale and bias are LayerNorm's parameters, and w and b are the dense layer's parameters. w stays in shared memory, so
+the widths of x and z must be small. In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. In
+the input gradient, each computes half of the columns of dx in the same block.
 """
 
 import dataclasses
@@ -39,8 +36,8 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster than separate kernels for LayerNorm and the dense layer. With fewer
-rows, y stays in the L2 cache between them (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster than separate kernels, between which y of fewer rows stays in the L2
+cache (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
 """With three warpgroups per CTA, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024

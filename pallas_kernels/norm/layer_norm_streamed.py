@@ -1,9 +1,8 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
 Groups of rows stream by TMA through a ring of stages (`row_stream.py`). A persistent CTA loads blocks of rows from a
-stage into registers (`row_block.py`), and overwrites the rows in the stage with the results. It sums dscale and dbias
-over its rows, and XLA adds the sums of all CTAs in a fixed order. `layer_norm.py` has the formulas, and the reason why
-a row's mean is stored as an `offset`.
+stage into registers (`row_block.py`), and overwrites the rows in the stage with the results. `layer_norm.py` has the
+formulas, and the reason why a row's mean is stored as an `offset`.
 """
 
 import dataclasses

@@ -94,7 +94,7 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of blocks that are computed together. Each block is given by the index of its first row.
+        """Return lists of blocks that are computed together, each block as the index of its first row.
 
         Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
         row per warpgroup has a separate list, so that it can use all registers.

@@ -20,18 +20,18 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves at least `_WANTED_PROGRAMS` CTAs.
-Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. Numbers
+from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread if every candidate leaves fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes. A thread loads up to 8 bytes at once (Mosaic GPU's strided layout):
-two float32 elements. Only vectors with equally many elements per load can be combined."""
+"""Maximum elements per thread with mixed dtypes: a load has up to 8 bytes (Mosaic GPU's strided layout), two float32
+elements. Only vectors with equally many elements per load can be combined."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
-"""Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four elements of float32 (CUDA C++
-Programming Guide, device memory accesses)."""
+"""Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four float32 (CUDA C++ Programming Guide,
+device memory accesses)."""
 _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended by earlier axes, along which arrays
 are broadcast in memory."""

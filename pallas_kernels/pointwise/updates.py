@@ -2,8 +2,7 @@
 
 Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
 A CTA computes one block of the i-th arrays. It finds i by comparing its index with the index of each array's first CTA.
-The code for different i differs only in the pointers and the size of the arrays. One switch selects them before the
-loads, and another switch before the stores.
+Switches then select the pointers and the size of the i-th arrays.
 """
 
 import dataclasses
@@ -25,8 +24,8 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
 _ELEMENTS = 8
-"""Elements per thread and list, if there are then at least `_WANTED_PROGRAMS` CTAs. With 16 elements, half-precision
-moments, converted to float32, would take most of a thread's registers. Not tuned."""
+"""Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 elements per list would take
+most of a thread's registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
@@ -79,8 +78,8 @@ def updates(
 ) -> tuple[list[Array], ...]:
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    Results use the memory of `changed`, which XLA copies first if it is still needed. The kernel runs only on GPUs and
-    in the simulator.
+    The new arrays have the structure and dtypes of `changed`. They use the memory of `changed`, which XLA copies first
+    if it is still needed. The kernel runs only on GPUs and in the simulator.
 
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
@@ -88,9 +87,6 @@ def updates(
       changed: lists of arrays that the results replace, each list of one dtype. The i-th arrays of all lists have the
           same shape, which may be () or have a size of 0.
       constant: lists of arrays that are only read.
-
-    Returns:
-      The new arrays, with the structure and dtypes of `changed`.
     """
     new = [list(arrays) for arrays in changed]
     filled = [i for i, a in enumerate(changed[0]) if a.size]

@@ -1,7 +1,4 @@
-"""The cells of a grid: their neighborhoods, their next states, and the gradients with respect to both.
-
-Each thread moves single elements of a group of cells between rows of shared memory and arrays in device memory.
-"""
+"""The cells of a grid: their neighborhoods, their next states, and the gradients with respect to both."""
 
 import dataclasses
 import functools

@@ -18,7 +18,7 @@ from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
 """Cells per slice of a group. Each slice has separate rows in shared memory, with one float32 per cell. A row of four
-float32 is a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
+is a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
 """Candidates for the cells per group. A third slice's rows would not fit in shared memory. Groups of fewer than four
 cells were slower: docs/lab/2026-11-22-automata.md."""
@@ -45,7 +45,6 @@ class Config:
       programs: CTAs.
       lanes: maximum lanes that one warpgroup computes per step, in registers.
       lookahead: how many steps before a step its wires and coefficients are fetched.
-      warpgroups: warpgroups per CTA.
       totals_in_registers: whether a CTA sums the coefficients' gradients in registers, instead of in device memory.
     """
 

@@ -8,10 +8,10 @@ backward computes
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The backward visits the layers in reverse. The consumers of a gate's output are the gates that read it. Each consumer
-writes its da or db to a separate row of shared memory, and a table lists these rows. dy is the sum of these rows, in a
-fixed order. A thread sums dc over the cells of a group, and adds it to a sum in device memory, which the CTA keeps over
-all ticks. A CTA with many groups of cells may keep its sums in registers until the last group.
+The consumers of a gate's output are the gates that read it. Each consumer writes its da or db to a separate row of
+shared memory, and a table lists these rows. dy is their sum, in a fixed order. A thread adds dc to a sum in device
+memory, which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until the
+last group.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class Backward:
       consumers: array with the tables of `Plan.consumers`.
       sums: sums of dc in registers, one block for each of `_parts`; None if the sums are in device memory.
       previous_total, total: sums of dc in device memory, before and after this group of cells.
-      dseen: output for the gradients with respect to the automaton's inputs.
+      dseen: gradients with respect to the automaton's inputs.
     """
 
     circuit: Circuit
@@ -154,7 +154,6 @@ class Backward:
         return [[gather_rows(cells.rows, row) for row in _unpack(fetched.gates.wires)] for cells in self.slices(part)]
 
     def compute(self, number, i, part, fetched, inputs=None):
-        """Compute a part's gradients. `inputs` is the result of `read`, or None."""
         team, gates = self.circuit.team, _gates_of(self.circuit.plan, i, part)
         if self.sums is not None:
             before, function = self.sums[number], functools.partial(self.gate_gradients, i, part, fetched, inputs)

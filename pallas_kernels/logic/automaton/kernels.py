@@ -1,13 +1,9 @@
 """One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
 shared memory.
 
-A CTA computes one group of cells after another. It gathers the neighborhoods of the cells into shared memory, where
-each input and each gate has a row with one float32 per cell (plan.py). A thread computes one or several gates of each
-layer (gates.py), and the warpgroups meet at a barrier after every layer (schedule.py).
-
-The backward recomputes the rows, and visits the layers in reverse. It writes three gradients: with respect to the
-coefficients, to the states of the nine cells that each cell sees, and to the state that a cell keeps if it does not
-fire in this tick.
+A CTA computes one group of cells after another. It gathers the neighborhoods of the cells into shared memory (plan.py).
+A thread computes one or several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer
+(schedule.py). The backward recomputes the activations, and visits the layers in reverse.
 """
 
 import functools
@@ -43,9 +39,9 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
-        coefficients share one row of this array. The rows of lanes without a gate are zero.
+          coefficients share one row. The rows of lanes without a gate are zero.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. The lane's gate reads the rows a and b of shared
-        memory, numbered as in `plan.forward_layers`. For a lane without a gate, a and b are arbitrary.
+          memory, numbered as in `plan.forward_layers`.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -116,7 +112,7 @@ def tick_backward(
 
     Args:
       coefficients, state, fires: as in `tick`.
-      wires: the wires of `tick`, but with rows numbered as in `plan.layers`.
+      wires: as in `tick`, but with rows numbered as in `plan.layers`.
       consumers: int32, the tables of `Plan.consumers`.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.

@@ -9,8 +9,7 @@ kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
 
 In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
 of layers whose backward is finished. The consumers of a row are the gates that read it. Each consumer writes its
-gradient with respect to the row to a separate row, and tables list these separate rows. Their sum is the whole
-gradient.
+gradient with respect to the row to a separate row, and tables list these separate rows.
 """
 
 import dataclasses
@@ -29,10 +28,10 @@ class Layer:
     """Rows of shared memory for one layer.
 
     Attributes:
-      lanes: number of rows, one per lane, a multiple of a warpgroup's threads.
-      count: number of rows with a gate or an input. The other rows are padding.
+      lanes: rows, one per lane, a multiple of a warpgroup's threads.
+      count: rows with a gate or an input. The other rows are padding.
       max_consumers: most consumers of any of these rows.
-      copies: number of consecutive lanes with equal coefficients.
+      copies: consecutive lanes with equal coefficients.
     """
 
     first: int
@@ -130,7 +129,6 @@ class Plan:
 
     @functools.cached_property
     def forward_layers(self) -> tuple[Layer, ...]:
-        """The layers with the rows that they have in the forward, which reuses rows."""
         layers = []
         for layer in self.layers:
             taken = [(0, self.inputs.lanes)] + [(before.first, before.end) for before in layers[-1:]]
@@ -205,8 +203,8 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first of the rows to which its gates write gradients, first for inputs a, then for
-          inputs b. They are reused after the backward of the layer before has read them. The rows of the update's first
-          layer are kept until the gradients with respect to the automaton's inputs are computed.
+          inputs b. They are reused after the backward of the layer before has read them, except in the update's first
+          layer.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
           in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.

@@ -45,9 +45,9 @@ class Step:
     """The computation of some lanes of a layer.
 
     Attributes:
-      fetch: function that returns the operands from device memory.
+      fetch: returns the operands from device memory.
       compute: function of the operands, and of the result of `read` if there is one.
-      is_last: whether a barrier follows, because this is the last step of its layer.
+      is_last: whether this is the last step of its layer, so that a barrier follows.
       read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier,
           while the warpgroup would wait. The previous step must not write these rows.
     """
