@@ -142,7 +142,7 @@ class Sizes:
 
     def clocks(self) -> int:
         """Return the estimated clock cycles per unit, summed over the parts in `shares`. In a product, each column
-        takes four cycles per warpgroup. Loads take one cycle per 24 bytes."""
+        takes two cycles per warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
