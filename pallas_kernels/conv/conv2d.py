@@ -21,9 +21,9 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
+"""Sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum unrolled taps, which are positions of a filter, to limit compile time. Not tuned."""
+"""Unrolled taps, which are positions of a filter, to limit compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs of `correlate_batch`: several per multiprocessor."""
 

@@ -46,11 +46,11 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of a `wgmma` product, one per feature: a pair of a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""Maximum positions per window. With more positions, a thread's sums do not fit in its registers."""
+"""Positions per window. With more positions, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Maximum stages per warpgroup. Not tuned."""
+"""Stages per warpgroup. Not tuned."""
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048

@@ -39,9 +39,9 @@ _EXAMPLES = 64
 _COLUMNS = 32
 """Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Maximum warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
+"""Warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
-"""Maximum sums per thread, for the cells in one column that one row of windows reaches. More sums spill registers."""
+"""Sums per thread, for the cells in one column that one row of windows reaches. More sums spill registers."""
 _MIN_BATCH = 2048
 """Below this batch, cuBLAS is as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
@@ -280,7 +280,6 @@ class _Program:
         plgpu.barrier_wait(self.met)
 
     def multiply(self, *sums):
-        """Add the products of the group in this warpgroup's column, and of the group to its left."""
         sizes = self.sizes
 
         def add_group(b, _):

@@ -31,12 +31,12 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_ACCUMULATORS = 160
-"""Maximum sums in a thread's 255 registers, which also hold operands and addresses."""
+"""Sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
 """Estimated registers per thread besides sums and patch. The estimated resident CTAs then agree with ptxas for
 LeNet."""
 _MAX_PATCH = 72
-"""Maximum elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Elements of a thread's patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 

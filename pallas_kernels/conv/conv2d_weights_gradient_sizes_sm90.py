@@ -10,11 +10,11 @@ from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 TILE = 64
 """Rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""Maximum warpgroups per CTA. With four, each thread has 128 registers."""
+"""Warpgroups per CTA. With four, each thread has 128 registers."""
 _MAX_COLUMNS = 160
-"""Maximum columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
+"""Columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
 _MAX_STAGES = 4
-"""Maximum stages of the ring. Not tuned."""
+"""Stages of the ring. Not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were tuned with this value."""
 
@@ -91,7 +91,6 @@ class Sizes:
 
     @property
     def x_rows(self) -> int:
-        """Rows of a stage for x and the ones."""
         return self.warpgroups * TILE if self.config.images_on_left else self.columns
 
     @property
@@ -182,7 +181,6 @@ def pooled_sizes(dy: Any, x: Any, window: tuple[int, int], config: Config) -> Si
 
 
 def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
-    """Return the sizes of `correlate_batch` if each product has `rows` rows of dy."""
     K, out_rows, Q, N = dy.shape
     return _ConvolutionSizes(K, out_rows // rows, Q, N, *x.shape[:3], rows, 1, dy.dtype, config)
 

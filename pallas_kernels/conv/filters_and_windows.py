@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Maximum positions of a filter in the exact float32 kernels, which unroll all positions."""
+"""Positions of a filter in the exact float32 kernels, which unroll all positions."""
 MAX_PLACES = 16
-"""Maximum positions of a pooling window in the exact float32 kernels."""
+"""Positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:

@@ -51,7 +51,6 @@ class Stream:
 
     @functools.cached_property
     def steps(self) -> list[range]:
-        """For each product, the indices of its slices among all slices."""
         ends = list(itertools.accumulate(inputs // SLICE for inputs, _ in self.products))
         return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
@@ -60,7 +59,6 @@ class Stream:
         return self.steps[-1].stop
 
     def ring(self, fetched: range) -> Ring:
-        """Return a view of the ring that can only fetch the slices with the indices `fetched`."""
         return Ring(self.stages.shape[0], functools.partial(self.copy, fetched), self.loaded)
 
     def copy(self, fetched: range, step: Any, stage: Any, barrier: Any) -> None:

@@ -31,9 +31,9 @@ from pallas_kernels.logic.graph import Graph
 
 _CONSUMERS = (2, 4)
 _MAX_BLOCKS = 8
-"""Maximum lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Lane blocks of `LANES` per CTA. Twice this number was slower: docs/lab/2026-11-22-logic.md."""
 _MAX_BYTES = 64
-"""Maximum bytes of dy that a thread reads per input. Not tuned."""
+"""Bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
 """Bytes per load of a thread. With one example per load, half precision waits longer for loads than float32, although
 it loads half the bytes: docs/lab/2026-11-22-mixed.md."""

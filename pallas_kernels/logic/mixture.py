@@ -23,7 +23,7 @@ from pallas_kernels.core.layouts import LANES
 from pallas_kernels.core.tiles import kernel
 
 _WIDTH = 4
-"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Float32 elements of a thread's widest access (CUDA C++ Programming Guide)."""
 
 Table = Sequence[Sequence[int]]
 

@@ -16,9 +16,9 @@ from pallas_kernels.core.gathers import columns, gather_elements, lane_and_colum
 from pallas_kernels.core.layouts import LANES
 
 _MAX_LEAVES = 16
-"""Maximum leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
+"""Leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Maximum positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
+"""Positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,6 @@ class Geometry:
 
 
 class Tree:
-    """One tree's coefficients and leaf positions, in registers."""
-
     def __init__(self, c_ref: Any, pixels_ref: Any, k: Any):
         gates, count = c_ref.shape[1], pixels_ref.shape[1]
         self.c = [[c_ref[k, g, i] for i in range(4)] for g in range(gates)]

@@ -80,7 +80,6 @@ class Block:
                 ref[row] = jnp.sum(a)
 
     def broadcast_rows(self, a: Array) -> Array:
-        """Repeat one value per row for each column."""
         return plgpu.layout_cast(lax.broadcast_in_dim(a, self.shape, (0,)), self.layout)
 
     def mean(self, a: Array) -> Array:

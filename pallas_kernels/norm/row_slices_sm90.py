@@ -28,12 +28,10 @@ def columns_of(a: Array, columns: Any) -> Array:
 
 
 def broadcast_rows(a: Array) -> Array:
-    """Repeat one value per row along the columns of a slice."""
     return lax.broadcast_in_dim(a, (ROWS, COLUMNS), (0,))
 
 
 def broadcast_columns(a: Array) -> Array:
-    """Repeat one value per column along the rows of a slice, in float32."""
     return lax.broadcast_in_dim(a.astype(jnp.float32), (ROWS, COLUMNS), (1,))
 
 

@@ -182,11 +182,9 @@ class Rows:
 
     @property
     def has_mixed_dtypes(self) -> bool:
-        """Whether vectors of different dtypes are loaded."""
         return len({dtype for dtype, spans_row in zip(self._dtypes, self.spans_row, strict=True) if spans_row}) > 1
 
     def flatten(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays as vectors for `load`."""
         shapes = zip(self._aligned_shapes, self._broadcast_shapes, strict=True)
         flat_arrays = [jnp.broadcast_to(a.reshape(s), t).ravel() for a, (s, t) in zip(arrays, shapes, strict=True)]
         # A kernel loads single elements as float32.
@@ -196,7 +194,6 @@ class Rows:
         ]
 
     def load(self, i: int, ref: Any, row: Any, start: Any, length: int) -> Array:
-        """Load elements `start` to `start + length` of a row from the i-th array."""
         row = self.row_of(i, row)
         value = ref[pl.ds(row * self.length + start, length)] if self.spans_row[i] else ref[row]
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))

@@ -22,7 +22,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 _ACCESS_BYTES = 16
-"""Bytes of a thread's widest access (CUDA C++ Programming Guide, device memory accesses)."""
+"""Bytes of a thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
 """Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 elements per list would take
 most of a thread's registers. Not tuned."""

@@ -46,7 +46,6 @@ class Layer:
 
     @property
     def coefficients(self) -> int:
-        """The layer's rows in the array of coefficients."""
         return -(-self.lanes // self.copies)
 
 
@@ -119,7 +118,6 @@ class Plan:
         return self.layers[-1].end
 
     def state_elements(self, cells: int) -> Layer:
-        """Return a layer with one lane per channel of each of `cells` cells."""
         count = cells * self.channels
         return Layer(0, padded_lanes(count), count, 0)
 

@@ -88,7 +88,6 @@ class Team:
         return slices
 
     def divide(self, part, slices, function):
-        """Call `function` with the slices for which this warpgroup computes a part, if there are any."""
         if part.is_alone and not self.shares_slices(part, len(slices)):
             pl.when(self.warpgroup == 0)(functools.partial(function, slices))
         else:
