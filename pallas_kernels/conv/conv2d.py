@@ -1,8 +1,8 @@
 """Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
-output channels and one block of the batch. A CTA of `correlate_batch` computes a tile of the filters' gradient, summed
-over some rows of dy and some examples. XLA adds the results of all CTAs that compute one tile.
+output channels. A CTA of `correlate_batch` computes a tile of the filters' gradient, summed over some rows of dy and
+some examples, and XLA adds the sums of several CTAs.
 """
 
 import dataclasses

@@ -186,9 +186,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    N may be any multiple of 64, and w is rounded to x's dtype. A NaN or an infinity times a zero of the banded matrix
-    is NaN. If an example's patch contains a NaN or an infinity, all of the example's windows in the tile are therefore
-    NaN.
+    N may be any multiple of 64, and w is rounded to x's dtype. If an example's patch contains a NaN or an infinity, all
+    of its windows in the tile are NaN, because a NaN or an infinity times a zero of the banded matrix is NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:

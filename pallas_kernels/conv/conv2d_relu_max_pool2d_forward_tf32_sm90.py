@@ -187,8 +187,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32 sums.
 
-    N may be any multiple of 64. A NaN or an infinity times a zero in `weights` is NaN. If an example's patch contains a
-    NaN or an infinity, all of the example's windows in the tile are therefore NaN.
+    N may be any multiple of 64. If an example's patch contains a NaN or an infinity, all of its windows in the tile are
+    NaN, because a NaN or an infinity times a zero in `weights` is NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -248,11 +248,9 @@ def _copies(sizes: _Sizes) -> int:
 
 
 def _transposing() -> Any:
-    """Return the register layout in which a patch of 32 examples is transposed.
-
-    A warp accesses 8 pixels of 4 examples at a time. In the swizzled buffer, these are 8 pieces of 16 bytes in
-    different banks. In the operand, they are 128 adjacent bytes.
-    """
+    """Return the register layout in which a patch of 32 examples is transposed. A warp accesses 8 pixels of 4 examples
+    at a time: in the swizzled buffer, 8 pieces of 16 bytes in different banks, and in the operand, 128 adjacent
+    bytes."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

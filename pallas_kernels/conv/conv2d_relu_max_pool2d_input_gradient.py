@@ -2,8 +2,8 @@
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
 per lane, and keeps their sums in registers. A window reaches a cell if the filter, at some position of the window,
-reads pixels of the cell. For every window that reaches the CTA's cells, each lane loads dy and the index of the
-maximum. It multiplies each weight by dy at the position of the maximum, and by zero at the other positions.
+reads pixels of the cell. For every such window, each lane multiplies each weight by dy at the position of the maximum,
+and by zero at the other positions.
 """
 
 import dataclasses

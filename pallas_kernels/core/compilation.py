@@ -1,11 +1,8 @@
 """Kernels that are compiled while the surrounding program is still being lowered.
 
 XLA compiles kernels one after the other, after the whole program has been lowered. To save time, a thread compiles each
-kernel as soon as the kernel is lowered. Mosaic GPU caches compiled kernels, so XLA later finds the kernel in this
-cache.
-
-If XLA needs a kernel before the thread has compiled it, both compile the kernel. Errors in the thread are ignored,
-because XLA raises them when it compiles the program.
+kernel as soon as the kernel is lowered. XLA later finds the kernel in Mosaic GPU's cache. Errors in the thread are
+ignored, because XLA raises them when it compiles the program.
 """
 
 import dataclasses

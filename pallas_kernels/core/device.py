@@ -1,7 +1,5 @@
-"""The GPU that kernels are traced for: its architecture, multiprocessors, shared memory, and L2 cache.
-
-`targeting` selects the GPU, which need not be present. Otherwise it is JAX's default device, or Hopper if the default
-device is not a GPU. Any machine can therefore lower kernels for CUDA.
+"""The GPU that kernels are traced for: the GPU that `targeting` selects, else JAX's default device if it is a GPU, else
+Hopper. The GPU need not be present, so any machine can lower kernels for CUDA.
 """
 
 import contextlib

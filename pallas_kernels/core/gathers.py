@@ -1,7 +1,7 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
 
-Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations. In the simulator,
-they index with JAX instead.
+Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations, except in the
+simulator.
 
 A block is an array in registers of shape `(lanes, width)`. Thread `i % LANES` of the warpgroup holds row i. A row has
 `width` adjacent elements, of at most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is

@@ -5,11 +5,10 @@ stages`, and then signal the stage's barrier, at which readers wait. There are t
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
   `fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
-- A producer warpgroup fetches, and consumer warpgroups compute. `produce` waits at the barriers `free` until the
-  consumers have `release`d a stage, and then fills it again.
+- A producer warpgroup fetches, and consumer warpgroups compute. `produce` fills a stage again when the consumers have
+  `release`d it.
 
-JAX's `plgpu.emit_pipeline` is slightly faster in LayerNorm's forward (docs/lab/2026-11-22-pipelines.md). Its separate
-buffers for inputs and outputs do not fit in shared memory in LayerNorm's backward.
+JAX's `plgpu.emit_pipeline` needs more shared memory than LayerNorm's backward has (docs/lab/2026-11-22-pipelines.md).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
 
-The weights of each product are padded, rounded to TF32, and divided into slices, of 32 inputs and all outputs each. A
-kernel copies slices by TMA to a ring of stages. `wgmma` multiplies rows in shared memory by the slices.
+The weights of each product are divided into slices, of 32 inputs and all outputs each. A kernel copies slices by TMA to
+a ring of stages.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       labels: `(N,)` or `(classes, N)`.
 
     Returns:
-      (loss, largest, total): loss `(N,)` in the dtype of the logits, and float32 largest and total `(N,)` for the
+      (loss, largest, total), each `(N,)`: loss in the dtype of the logits, and float32 largest and total for the
       backward. With half-precision probabilities instead, the gradient of an almost perfectly classified example would
       round to zero.
     """

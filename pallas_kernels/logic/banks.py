@@ -66,10 +66,10 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     inputs b.
 
     The octets are an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of
-    inputs b, its edges the gates, and its colors the octets. A residue of inputs a is free in an octet if no gate of
-    the octet has this residue of a, and likewise for b. A gate joins an octet in which both its residues are free. If
-    there is none, the gate displaces a gate from an octet in which its residue of a is free. Displaced gates alternate
-    between two octets until no gate is displaced.
+    inputs b, its edges the gates, and its colors the octets. A residue is free in an octet if no gate of the octet has
+    this residue, separately for a and b. A gate joins an octet in which both its residues are free. If there is none,
+    the gate displaces a gate from an octet in which its residue of a is free. Displaced gates alternate between two
+    octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -110,9 +110,8 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return an order of the gates in which a gate's position within its octet is its residue.
-
-    In one octet after another, gates exchange residues while this lowers the cost of bank conflicts.
+    """Return an order of the gates in which a gate's position within its octet is its residue. In one octet after
+    another, gates exchange residues while this lowers the cost of bank conflicts.
 
     Args:
       octets: the result of `_octets`.

@@ -19,7 +19,7 @@ class Graph:
       consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are `consumers[offsets[2 i] :
           offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a, the others as their b.
       partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
-      offsets: `(2 inputs + 1,)`, the bounds of each input's two ranges in `consumers`.
+      offsets: `(2 inputs + 1,)`.
       trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
           usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.

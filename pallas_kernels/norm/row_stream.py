@@ -1,7 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each CTA computes every n-th group of rows. A step overwrites the rows in the stage with the results, which
-a TMA copy writes to device memory. Beyond the array's last row, copies read zeros and write nothing.
+With n CTAs, each CTA computes every n-th group of rows. Results overwrite the rows in the stage, and a TMA copy writes
+them to device memory. Beyond the array's last row, copies read zeros and write nothing.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums part of one row, or part of one block of columns, in registers. Along a row, it writes one element. Along
-columns, it writes a vector with one sum per column. XLA adds the sums of the parts.
+A CTA sums part of one row to one element, or part of one block of columns to a vector with one sum per column. XLA adds
+the sums of the parts.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class _Walk:
       shape: shape of the data that the kernel reads, after its axes have been transposed to `order`.
       axis, along_columns: if `along_columns`, the kernel sums over `axis`, else over `axis` and all later axes.
       order: order of the axes, or None if they are not transposed.
-      columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row of the
-          matrix to at least `LANES` elements.
+      columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row to at least
+          `LANES` elements.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 

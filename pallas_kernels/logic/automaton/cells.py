@@ -29,7 +29,7 @@ class Cells:
     """A slice of a group: `count` cells, whose rows of shared memory have one column per cell.
 
     `first_of_group` is the group's first cell. `slices` are the rows of all slices of the group, and `number` is this
-    slice's index. Cells after the last cell of the grids are masked.
+    slice's index.
     """
 
     plan: Plan

@@ -54,7 +54,7 @@ class Plan:
     """The sizes of an automaton on a grid, which determine its rows of shared memory.
 
     Attributes:
-      batch, height, width: number of grids, and rows and columns of cells per grid.
+      batch: number of grids.
       periodic: whether a grid wraps around at its edges.
       kernels: number of perception's kernels.
       perception: gates per kernel in each layer of perception.
@@ -186,8 +186,8 @@ class Table:
 class ConsumerTables(NamedTuple):
     """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
 
-    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The row of each further kernel
-    is `channels` rows after the previous kernel's row.
+    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The next kernels' rows follow
+    at distances of `channels` rows.
     """
 
     layers: tuple[Table, ...]

@@ -2,7 +2,7 @@
 
 The lanes of a layer are divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes
 a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier. All warpgroups meet
-at a barrier after a layer, because the next layer reads rows that other warpgroups wrote.
+at a barrier after a layer.
 """
 
 import dataclasses
