@@ -117,8 +117,7 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Tiles of `correlate_batch`: the four sizes of a CTA's tile of dw, and the number of parts into which the sum over
-    dy's rows and the batch is divided."""
+    """A CTA's tile of dw, and `splits`, the parts of the sum over dy's rows and the batch."""
 
     out_channels: int
     in_channels: int

@@ -29,14 +29,8 @@ def _lane_block(N: int, at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tiles of `forward`.
-
-    Attributes:
-      channels, windows: maximum output channels, and adjacent windows, whose sums a CTA keeps in registers.
-      lane_block: maximum examples per CTA.
-      programs_per_multiprocessor: wanted CTAs per multiprocessor. If there would be fewer, each CTA computes fewer
-          channels and windows.
-    """
+    """Maximum output channels and adjacent windows whose sums a CTA keeps in registers, maximum examples per CTA, and
+    wanted CTAs per multiprocessor. If there would be fewer CTAs, each CTA computes fewer channels and windows."""
 
     channels: int
     windows: int

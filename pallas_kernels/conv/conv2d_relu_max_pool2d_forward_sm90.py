@@ -59,12 +59,8 @@ _MIN_BATCH = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `forward`.
-
-    Attributes:
-      rows, columns: rows and columns of windows in a tile.
-      operand_bytes: bytes per row of an operand.
-    """
+    """Rows and columns of windows in a tile, bytes per row of an operand, warpgroups per CTA, and stages per
+    warpgroup."""
 
     rows: int
     columns: int

@@ -72,12 +72,7 @@ _SHARED_BYTES_A_CLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `forward`.
-
-    Attributes:
-      rows, columns: rows and columns of windows in a tile.
-      channels: input channels whose patch is transposed and multiplied at a time.
-    """
+    """Rows and columns of windows in a tile, input channels that are multiplied at a time, and warpgroups per CTA."""
 
     rows: int
     columns: int
@@ -144,8 +139,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clock cycles of accesses to shared memory for all tiles of 64 examples. In each step, TMA writes
-        the patch, threads read and write it, and the product reads the patch and the weights."""
+        """Return the clock cycles of accesses to shared memory for all tiles of 64 examples. TMA writes each patch,
+        threads read and write it, and the product reads the patch and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written

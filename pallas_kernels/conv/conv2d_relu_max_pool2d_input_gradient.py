@@ -36,7 +36,7 @@ class InputGradientConfig:
 
     Attributes:
       channels: input channels per CTA, a divisor of all input channels.
-      cells: adjacent cells per CTA, which share each load of a weight. The last CTA of a row may have fewer.
+      cells: adjacent cells per CTA. The last CTA of a row may have fewer.
       ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients load
           meanwhile.
     """
@@ -88,12 +88,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of cells into groups, one per CTA. The last group may have fewer cells.
-
-    Attributes:
-      columns, cells: cells per row, and per group.
-      Q, G, S: windows in a row, columns of the filter, and columns of a window.
-    """
+    """The division of a row of `columns` cells into groups of `cells` cells, one per CTA. The last group may have fewer
+    cells. There are Q windows in a row. A filter has G columns, and a window S columns."""
 
     columns: int
     cells: int

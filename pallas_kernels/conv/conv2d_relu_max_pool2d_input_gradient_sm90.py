@@ -57,7 +57,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes from the shapes and the windows of a group. Letters are as in `WindowTiles`."""
+    """Letters are as in `WindowTiles`."""
 
     K: int
     P: int
@@ -201,7 +201,6 @@ class _Program:
 
     Attributes:
       place: indices of the maxima.
-      matrices: the weights in device memory.
       operands: `routed` of each group, in shared memory.
       staging: for each warpgroup, one row of its cell, in shared memory.
       group: group whose `routed` this warpgroup writes. The last warpgroup writes no `routed`.

@@ -47,7 +47,7 @@ class WeightsGradientConfig:
 
     Attributes:
       channels: output channels per CTA, a divisor of all output channels.
-      windows: adjacent windows whose common patch a thread reads at once, a divisor of the windows in a row.
+      windows: adjacent windows that a thread computes at once, a divisor of the windows in a row.
       programs_per_multiprocessor: wanted CTAs per multiprocessor.
     """
 

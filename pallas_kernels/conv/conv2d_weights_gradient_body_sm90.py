@@ -45,8 +45,7 @@ class _Program:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
       xs: stages with rows of x and eight rows of ones.
-      split, c, t: indices of the CTA's split, of its part of the input channels, and of its part of the window
-          positions.
+      split, c, t: the CTA's split, part of the input channels, and part of the window positions.
       first, steps: index of the split's first unit, and number of its units.
     """
 

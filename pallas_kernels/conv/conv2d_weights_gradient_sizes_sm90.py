@@ -21,13 +21,8 @@ _RESERVED_BYTES = 27 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of the sums among CTAs.
-
-    Attributes:
-      channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of the left
-          operand.
-    """
+    """Input channels and window positions per CTA, whether x is the left operand (else the routed gradient), and
+    stages. Each warpgroup has 64 rows of the left operand."""
 
     channels: int
     places: int
@@ -123,7 +118,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Units of all splits. A unit is one row of windows for the examples of one step."""
+        """Units of all splits: rows of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -147,7 +142,7 @@ class Sizes:
 
 
 class _PooledSizes(Sizes):
-    """Sizes of `weights_gradient`. A stage holds x, dy, and the indices. Two other buffers hold the routed gradient."""
+    """A stage holds x, dy, and the indices. Two other buffers hold the routed gradient."""
 
     @property
     def gradient_rows(self) -> int:

@@ -13,13 +13,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as its driver describes it.
-
-    Attributes:
-      capability: compute capability, (major, minor).
-      shared_bytes: bytes of shared memory that one CTA may use.
-      registers: 32-bit registers per multiprocessor.
-    """
+    """A GPU, as its driver describes it. `shared_bytes` are bytes of shared memory per CTA, and `registers` are 32-bit
+    registers per multiprocessor."""
 
     kind: str
     capability: tuple[int, int]

@@ -27,13 +27,8 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a row.
-
-    Attributes:
-      length: logits per vector, a divisor of the row's length.
-      parts: parts of a row, one CTA per part.
-      unrolled: vectors whose loads are in flight at once.
-    """
+    """Logits per vector, a divisor of the row's length, parts of a row (one CTA each), and vectors in flight at
+    once."""
 
     length: int
     parts: int

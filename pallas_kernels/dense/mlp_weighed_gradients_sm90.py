@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References. `sums` has each layer's dw, separately for each group of 128 examples. `left` and `right` are the
-    transposed gradients and inputs for a tile, in shared memory."""
+    """`sums` has each layer's dw, separately for each group of 128 examples. `left` and `right` are the transposed
+    gradients and inputs for a tile, in shared memory."""
 
     dy: Any
     x: Any

@@ -44,13 +44,8 @@ class NormaliseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GradientsConfig:
-    """How CTAs divide the rows.
-
-    Attributes:
-      vector: elements that a CTA loads at once, a multiple of its threads.
-      rows: rows per CTA. A CTA reads all columns of these rows, to compute their means.
-      columns: columns of dx per CTA, a multiple of `vector`.
-    """
+    """Elements that a CTA loads at once, a multiple of its threads; rows per CTA, of which it reads all columns; and
+    columns of dx per CTA, a multiple of `vector`."""
 
     vector: int
     rows: int

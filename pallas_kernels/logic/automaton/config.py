@@ -43,7 +43,7 @@ class Config:
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
       programs: CTAs.
-      lanes: maximum lanes that one warpgroup computes per step, in registers.
+      lanes: maximum lanes that one warpgroup computes per step.
       lookahead: how many steps before a step its wires and coefficients are fetched.
       totals_in_registers: whether a CTA sums the coefficients' gradients in registers, instead of in device memory.
     """

@@ -24,8 +24,8 @@ class Part:
 
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
-      is_alone: whether the layer has too few lanes left to give each warpgroup a part. Then one warpgroup computes the
-          part, or each warpgroup computes it for one slice of the cells.
+      is_alone: whether too few lanes are left to give each warpgroup a part. Then one warpgroup computes the part, or
+          each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
