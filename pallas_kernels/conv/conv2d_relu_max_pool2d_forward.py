@@ -29,8 +29,13 @@ def _lane_block(N: int, at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Maximum output channels and adjacent windows whose sums a CTA keeps in registers, maximum examples per CTA, and
-    wanted CTAs per multiprocessor. If there would be fewer CTAs, each CTA computes fewer channels and windows."""
+    """Tiles of `forward`. If there would be fewer than the wanted CTAs, each CTA computes fewer channels and windows.
+
+    Attributes:
+      channels, windows: maximum output channels, and adjacent windows, whose sums a CTA keeps in registers.
+      lane_block: maximum examples per CTA.
+      programs_per_multiprocessor: wanted CTAs per multiprocessor.
+    """
 
     channels: int
     windows: int

@@ -21,8 +21,12 @@ _RESERVED_BYTES = 27 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Input channels and window positions per CTA, whether x is the left operand (else the routed gradient), and
-    stages. Each warpgroup has 64 rows of the left operand."""
+    """The division of the sums among CTAs.
+
+    Attributes:
+      channels, places: input channels and window positions per CTA.
+      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of it.
+    """
 
     channels: int
     places: int

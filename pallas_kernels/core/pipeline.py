@@ -8,7 +8,8 @@ stages`, and then signal the stage's barrier, at which readers wait. There are t
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` fills a stage again when the consumers have
   `release`d it.
 
-JAX's `plgpu.emit_pipeline` needs more shared memory than LayerNorm's backward has (docs/lab/2026-11-22-pipelines.md).
+The buffers of JAX's `plgpu.emit_pipeline` do not fit in shared memory in LayerNorm's backward:
+docs/lab/2026-11-22-pipelines.md.
 """
 
 import dataclasses

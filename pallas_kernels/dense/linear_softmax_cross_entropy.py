@@ -27,8 +27,13 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Logits per vector, a divisor of the row's length, parts of a row (one CTA each), and vectors in flight at
-    once."""
+    """Tiles of a row.
+
+    Attributes:
+      length: logits per vector, a divisor of the row's length.
+      parts: parts of a row, one CTA per part.
+      unrolled: vectors whose loads are in flight at once.
+    """
 
     length: int
     parts: int

@@ -1,7 +1,7 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw for 128 examples. It multiplies the gradients with respect to the layer's sums
-by dy. `wgmma` then multiplies them by the layer's inputs. XLA adds the dw of all groups of 128 examples in a fixed
+A CTA computes one tile of a layer's dw for 128 examples: it weighs the gradients with respect to the layer's sums by
+dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the dw of all groups of 128 examples in a fixed
 order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 

@@ -44,8 +44,13 @@ class NormaliseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GradientsConfig:
-    """Elements that a CTA loads at once, a multiple of its threads; rows per CTA, of which it reads all columns; and
-    columns of dx per CTA, a multiple of `vector`."""
+    """How CTAs divide the rows.
+
+    Attributes:
+      vector: elements that a CTA loads at once, a multiple of its threads.
+      rows: rows per CTA, of which it reads all columns.
+      columns: columns of dx per CTA, a multiple of `vector`.
+    """
 
     vector: int
     rows: int
