@@ -23,9 +23,9 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Unrolled taps, which are positions of a filter, to limit compile time. Not tuned."""
+"""Taps are positions of a filter. This limits compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Wanted CTAs of `correlate_batch`: several per multiprocessor."""
+"""Several CTAs of `correlate_batch` per multiprocessor."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate

@@ -46,13 +46,13 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of a `wgmma` product, one per feature: a pair of a window of the tile and an output channel."""
 _MAX_PLACES = 4
-"""Positions per window. With more positions, a thread's sums do not fit in its registers."""
+"""With more positions per window, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
-"""Stages per warpgroup. Not tuned."""
+"""Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
+"""Estimate for finding a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
 """Smallest batch for which the kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
@@ -146,7 +146,7 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples. Each element of the summed axis takes two."""
+        """Return the estimated clock cycles for all tiles of 64 examples. Each element of the summed axis takes two cycles."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 

@@ -63,7 +63,7 @@ _BOX_ROWS = 8
 _MAX_OUTPUTS = 256
 """Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
-"""Warpgroups per CTA. With four, each thread has 128 registers."""
+"""With four warpgroups per CTA, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
 """Registers per thread in addition to its sums and its part of a patch. With 40, ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128

@@ -23,11 +23,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
-"""Sums of dx per thread, in registers."""
+"""Sums of dx in a thread's registers."""
 _MAX_CELL_REGISTERS = 200
 """Registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""Unrolled products. A thousand products take up to two seconds to compile."""
+"""A thousand unrolled products take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ _EXAMPLES = 64
 _COLUMNS = 32
 """Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""Warpgroups per CTA. With four, each thread has 128 registers, enough for its sums."""
+"""With four warpgroups per CTA, each thread has 128 registers, enough for its sums."""
 _MAX_SUMS = 96
 """Sums per thread, for the cells in one column that one row of windows reaches. More sums spill registers."""
 _MIN_BATCH = 2048

@@ -23,7 +23,7 @@ from pallas_kernels.core.pipeline import Ring
 from pallas_kernels.core.simulator import simulating
 
 _BLOCK_COLUMNS = 4
-"""Sums that a thread gathers at once: 16 bytes, a row of a block in `core.gathers`."""
+"""Sums that a thread gathers at once: 16 bytes."""
 
 
 def body(program, sizes, per_split, *refs, split, **ids):

@@ -10,11 +10,11 @@ from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 TILE = 64
 """Rows of a `wgmma` tile. Each warpgroup has one tile."""
 _MAX_WARPGROUPS = 4
-"""Warpgroups per CTA. With four, each thread has 128 registers."""
+"""With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_COLUMNS = 160
 """Columns of a CTA's product. A thread keeps one sum per two columns, and spills registers with 144 sums."""
 _MAX_STAGES = 4
-"""Stages of the ring. Not tuned."""
+"""Not tuned."""
 _RESERVED_BYTES = 27 * 1024
 """Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were tuned with this value."""
 
@@ -25,7 +25,7 @@ class Config:
 
     Attributes:
       channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of it.
+      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of the left operand.
     """
 
     channels: int

@@ -26,14 +26,14 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""Elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
+"""In the backward, each element of a filter takes up to 12 of a thread's 255 registers."""
 _LOADED_BYTES = 8
 """Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM could not prove that two accesses are aligned, and
 would load single elements."""
 _ROWS_AT_ONCE = 8
-"""Rows that are loaded before the first of them is used, to hide latency. Not tuned."""
+"""Rows whose loads are in flight at once, to hide latency. Not tuned."""
 _MAX_ROWS = 256
-"""Rows per CTA. Not tuned."""
+"""Per CTA. Not tuned."""
 _PROGRAMS = 8
 """Wanted CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not tuned."""
 

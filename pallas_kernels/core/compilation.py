@@ -17,7 +17,7 @@ from jax import export
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")
 _MIN_CORES = 4
-"""Fewest CPU cores for which kernels are compiled ahead. Two cores save no time: docs/lab/2026-11-24-compile.md."""
+"""Compiling ahead saves no time on two CPU cores: docs/lab/2026-11-24-compile.md."""
 
 
 def compiles_ahead(module_context: Any) -> bool:

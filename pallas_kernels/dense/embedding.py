@@ -18,9 +18,9 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _LONG_RUN = 64
-"""Fewest tokens of a long run. Not tuned."""
+"""Fewest tokens. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Vectors that are loaded before the first of them is added, to hide latency. Not tuned."""
+"""Vectors whose loads are in flight at once, to hide latency. Not tuned."""
 _BLOCKS_AT_ONCE = 8
 """Maximum blocks of features that a CTA computes at once, for a short run. Not tuned."""
 

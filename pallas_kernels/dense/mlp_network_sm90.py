@@ -27,7 +27,7 @@ PIECE_COLUMNS = 128
 """Columns of dx that `forward_and_gradients` computes at once. More would need larger stages in shared memory. Not
 tuned."""
 _MAX_STAGES = 8
-"""Slices in the ring. More slices bring no speedup: docs/lab/2026-11-21-dense.md."""
+"""More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
 """Bytes of shared memory that stay free: less than 3 KiB for Mosaic's sums across warps and barriers, and the rest to
 keep the numbers of stages of docs/lab/2026-11-21-dense.md."""

@@ -18,7 +18,7 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Classes whose loads are in flight at once. Not tuned."""
+"""Unrolled loads over classes. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

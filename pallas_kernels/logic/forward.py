@@ -17,7 +17,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.graph import Graph
 
 _LOAD_BYTES = 16
-"""Bytes of a thread's widest load (CUDA C++ Programming Guide)."""
+"""A thread's widest load (CUDA C++ Programming Guide)."""
 _PROGRAM_EXAMPLES = 512
 """Outputs per CTA: gates times examples, measured in docs/lab/2026-11-22-logic.md. For shorter lane blocks, a CTA has
 more gates, so that as many loads are in flight."""

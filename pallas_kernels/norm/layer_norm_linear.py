@@ -26,7 +26,7 @@ _MIN_OUTPUTS = 16
 """Fewest outputs per CTA. The sums that a CTA writes must be much smaller than the part of s that it reads. Not
 tuned."""
 _LOADED_OUTPUTS = 4
-"""Maximum outputs whose s and w a CTA loads at once. Not tuned."""
+"""Outputs whose s and w a CTA loads at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.pointwise.elementwise import unsupported_indices
 
 _ACCESS_BYTES = 16
-"""Bytes of a thread's widest access (CUDA C++ Programming Guide)."""
+"""A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
 """Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 elements per list would take
 most of a thread's registers. Not tuned."""
@@ -32,9 +32,9 @@ _MAX_ELEMENTS = 2**19
 """Average elements per array up to which the kernel is used. It was faster than XLA with 128,000 elements, but not with
 1,024,000: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Arrays per launch. The compile time grows faster than their number. Not tuned."""
+"""Per launch. The compile time grows faster than this number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes that the kernel supports. It computes in float32."""
+"""The kernel computes in float32."""
 
 Arrays = Sequence[Array]
 
