@@ -146,7 +146,7 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples. Each element of the summed axis takes two cycles."""
+        """Return the estimated clock cycles for all tiles of 64 examples, two per element of the summed axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 

@@ -182,8 +182,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32 sums.
 
-    N may be any multiple of 64. If an example's patch contains a NaN or an infinity, all of its windows in the tile are
-    NaN, because a NaN or an infinity times a zero in `weights` is NaN.
+    N may be any multiple of 64. A NaN or an infinity spreads as in `conv2d_relu_max_pool2d_forward_sm90.forward`.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:

@@ -25,7 +25,7 @@ class Config:
 
     Attributes:
       channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand, else the routed gradient. Each warpgroup has 64 rows of the left operand.
+      images_on_left: whether x, else the routed gradient, is the left operand. Each warpgroup has 64 of its rows.
     """
 
     channels: int

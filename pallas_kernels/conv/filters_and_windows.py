@@ -6,7 +6,7 @@ import numpy as np
 MAX_TAPS = 64
 """The exact float32 kernels unroll all positions of a filter."""
 MAX_PLACES = 16
-"""For pooling windows in the exact float32 kernels."""
+"""Positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
@@ -19,7 +19,6 @@ def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) 
 
 
 def first_maximum(values):
-    """Return the elementwise maximum of a list of vectors, and the index of the first vector that attains it."""
     largest, *rest = values
     place = jnp.where(largest != largest, 0, 0)
     for t, value in enumerate(rest, start=1):

@@ -18,7 +18,7 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import kernel
 
 _LONG_RUN = 64
-"""Fewest tokens. Not tuned."""
+"""Fewest tokens of a long run. Not tuned."""
 _LOADS_IN_FLIGHT = 16
 """Vectors whose loads are in flight at once, to hide latency. Not tuned."""
 _BLOCKS_AT_ONCE = 8

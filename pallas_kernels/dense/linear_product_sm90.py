@@ -112,7 +112,6 @@ class Product:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all splits. A cluster counts as one tile."""
         return self.config.splits * self.tile_rows * self.tile_columns
 
     @property

@@ -82,8 +82,7 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute all layers, and return the logits. Write a hidden layer's outputs to the next operand and to device
-    memory."""
+    """Compute all layers, store the outputs of hidden layers, and return the logits."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]

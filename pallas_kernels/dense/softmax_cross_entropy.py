@@ -18,7 +18,7 @@ from pallas_kernels.core.layouts import largest_divisor, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 _MAX_UNROLLED = 16
-"""Unrolled loads over classes. Not tuned."""
+"""Classes whose loads are in flight at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ _BALANCE = 0.5
 """Cost of a pair of gates with equal residues that the next layer reads, relative to a pair whose gradients one octet
 reads together. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
-"""Smaller decreases of the cost are ignored."""
+"""Smaller decreases of the cost are rounding errors."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 

@@ -139,7 +139,6 @@ class Block:
     def means(
         self, ts: Sequence[Callable], hats: Sequence[Callable], *, center: bool
     ) -> list[tuple[Array, Array | None]]:
-        """Return `mean(t * x̂)` and `mean(t)` of the rows of each block. Without `center`, the second is None."""
         projections = [self.mean(t() * hat()) for t, hat in zip(ts, hats, strict=True)]
         means = [self.mean(t()) if center else None for t in ts]
         return list(zip(projections, means, strict=True))

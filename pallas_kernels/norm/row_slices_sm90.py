@@ -48,7 +48,7 @@ def first_values_of(x: Array) -> Array:
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return the sum of `function(piece)` over the pieces and along each row, with only one reduction by shuffles."""
+    """Return the sum of `function(piece)` over the pieces and along each row."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

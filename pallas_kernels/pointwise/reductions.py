@@ -141,8 +141,6 @@ class _Sums:
 
 
 def _squeeze(arrays, axes):
-    """Return the broadcast shape, the shapes of the arrays, and `axes`, without axes of size 1 in the broadcast
-    shape."""
     shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     long_axes = [axis for axis, size in enumerate(shape) if size > 1]
     aligned = [(1,) * (len(shape) - len(a.shape)) + tuple(a.shape) for a in arrays]

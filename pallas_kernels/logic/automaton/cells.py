@@ -119,7 +119,7 @@ class Inputs:
 
 
 def write_next_state(new_state, state, fires, last_layer, part, slices):
-    """Write the outputs of the last layer to `new_state`. A cell that does not fire keeps its `state`."""
+    """A cell that does not fire keeps its `state`."""
     for cells in slices:
         elements = cells.state_elements(part)
         outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -134,8 +134,7 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells.
 
-    A cell's gradient is its dkept plus its entries in the dseen of the nine cells that see it (`tick_backward`). `load`
-    reads dkept and dseen. `write` writes the sums to shared memory, and the gradients with respect to kept states to
+    `load` reads dkept and dseen, of which `tick_backward` describes the sum. `write` writes the sums to shared memory, and the gradients with respect to kept states to
     `dkept_out`.
     """
 

@@ -168,7 +168,6 @@ class Backward:
         team.once(part, add, None)
 
     def gate_gradients(self, i, part, fetched, inputs):
-        """Write da and db of a part's gates. Return dc, summed over the cells."""
         layer, first = self.circuit.plan.layers[i], self.circuit.plan.gradients.firsts[i] + part.offset
         gradients, products, slices = [], [], self.slices(part)
         for cells, (a, b) in zip(slices, inputs or self.read(part, fetched), strict=True):
