@@ -134,8 +134,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells.
 
-    `load` reads dkept and dseen, of which `tick_backward` describes the sum. `write` writes the sums to shared memory, and the gradients with respect to kept states to
-    `dkept_out`.
+    `load` reads dkept and dseen, whose sum `tick_backward` describes. `write` writes the sums to shared memory, and the
+    gradients with respect to kept states to `dkept_out`.
     """
 
     team: Team
