@@ -25,7 +25,7 @@ _MAX_ACCUMULATORS = 160
 _MAX_UNROLLED_TAPS = 64
 """Taps are positions of a filter. The limit bounds compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
-"""Several CTAs of `correlate_batch` per multiprocessor."""
+"""Wanted CTAs of `correlate_batch`, several per multiprocessor."""
 
 
 # ----------------------------------------------------------------------------------------------------------- correlate
@@ -117,7 +117,7 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """A CTA's tile of dw, and `splits`, the parts of the sum over dy's rows and the batch."""
+    """Sizes of a CTA's tile of dw. `splits` is the number of parts of the sum over dy's rows and the batch."""
 
     out_channels: int
     in_channels: int

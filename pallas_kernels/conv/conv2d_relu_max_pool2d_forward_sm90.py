@@ -242,7 +242,7 @@ def _patches(sizes: _Sizes, dtype: Any) -> Any:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return 1, or, in the simulator, which only copies single rows, the number of rows."""
+    """Return the number of copies that fill a stage: one, or one per row in the simulator."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -290,8 +290,7 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory there could be NaN, and so
-        could its product with a zero weight."""
+        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN, and NaN times a zero weight is NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -237,7 +237,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return 1, or, in the simulator, which only copies single rows, the number of rows."""
+    """Return the number of copies that fill a patch: one, or one per row in the simulator."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 

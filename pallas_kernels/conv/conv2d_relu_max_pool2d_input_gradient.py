@@ -38,7 +38,7 @@ class InputGradientConfig:
       channels: input channels per CTA, a divisor of all input channels.
       cells: adjacent cells per CTA. The last CTA of a row may have fewer.
       ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients load
-          meanwhile.
+        meanwhile.
     """
 
     channels: int

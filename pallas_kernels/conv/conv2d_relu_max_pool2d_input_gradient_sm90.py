@@ -57,7 +57,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Letters are as in `WindowTiles`."""
+    """Sizes of groups and cells. Letters are as in `WindowTiles`."""
 
     K: int
     P: int
@@ -157,7 +157,7 @@ def input_gradient(
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward stores the indices by rows of windows, so this needs no transpose.
+        # The forward stores the indices by rows of windows, so XLA transposes nothing.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),

@@ -63,7 +63,7 @@ def weights_gradient(
     """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` on the tensor cores. float32 dy is rounded to
     TF32, and float32 x is truncated to TF32."""
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward stores the indices by rows of windows, so this needs no transpose.
+    # The forward stores the indices by rows of windows, so XLA transposes nothing.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(

@@ -33,7 +33,7 @@ would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once, to hide latency. Not tuned."""
 _MAX_ROWS = 256
-"""Per CTA. Not tuned."""
+"""Rows per CTA. Not tuned."""
 _PROGRAMS = 8
 """Wanted CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not tuned."""
 

@@ -25,7 +25,7 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Mosaic GPU compiles for this device. It needs the bulk copies and barriers of capability 9.0."""
+        """Whether the device has the bulk copies and barriers that Mosaic GPU needs."""
         return self.capability >= (9, 0)
 
 
@@ -44,8 +44,7 @@ _target_context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which kernels are traced for `device`, for which `implementation=None` then selects the
-    default implementation."""
+    """Return a context in which kernels are traced, and default implementations are selected, for `device`."""
     with _target_context(device):
         yield
 
@@ -64,7 +63,7 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether there is a `gpu()`, and Mosaic GPU compiles kernels for it."""
+    """Whether `gpu()` is a GPU for which Mosaic GPU compiles kernels."""
     device = gpu()
     return device is not None and device.runs_kernels
 

@@ -245,9 +245,9 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
-          same length. Addresses are multiples of the bytes of a block's row.
+        same length. Addresses are multiples of the bytes of a block's row.
       array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the end
-          of the reference are copies of its last element.
+        of the reference are copies of its last element.
     """
     lanes, width = shape
     if simulating() is not None:

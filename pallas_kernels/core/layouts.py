@@ -120,8 +120,7 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to the nearest TF32 values, which the tensor cores would truncate. Return other dtypes
-    unchanged."""
+    """Round float32 values to TF32, because the tensor cores would truncate them. Return other dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -130,7 +129,7 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`, for loops, whose carry must keep its layout."""
+    """Return float32 zeros in the register layout of `vector`. A loop's carry must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 

@@ -31,7 +31,7 @@ class Ring:
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has separate barriers, with
-          index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
+        index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
       fixed_stage: the only stage that this ring uses, or None if it uses all. Several warpgroups can thus share arrays.

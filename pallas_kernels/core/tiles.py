@@ -87,7 +87,7 @@ def kernel(
 
     Args:
       heuristic: maps `(*arrays, **options)` to a config, a frozen dataclass, or to None if another kernel or XLA is
-          faster.
+        faster.
       unsupported: maps `(*arrays, **options)` to the reason why these arguments are unsupported, or to None.
       capability: see `Kernel`.
     """

@@ -45,7 +45,7 @@ class Config:
       splits: parts of the summed axis.
       cluster: CTAs per cluster, 1 or 2.
       raster: columns of tiles in a block of the result. The blocks are computed one after another. 0 means a single
-          block.
+        block.
     """
 
     rows: int
@@ -169,9 +169,9 @@ class Product:
 
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
-              `count` is the number of this step among all steps of the CTA.
+            `count` is the number of this step among all steps of the CTA.
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
-              *accumulators)` starts the products of a step, and waits for the products of the step before.
+            *accumulators)` starts the products of a step, and waits for the products of the step before.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 

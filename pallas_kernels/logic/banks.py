@@ -116,7 +116,7 @@ def _with_residues(octets, readers, roles):
     Args:
       octets: the result of `_octets`.
       readers: `(2, gates)`, one integer for each gate's gradient with respect to a, and one for b. If an octet of the
-          layer before reads two gradients in the same access, their integers are equal.
+        layer before reads two gradients in the same access, their integers are equal.
       roles: `(2, gates)`: how many gates of the next layer read the gate as their a, and how many as their b.
     """
     *octets, rest = octets

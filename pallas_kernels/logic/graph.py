@@ -17,16 +17,16 @@ class Graph:
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
       consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are `consumers[offsets[2 i] :
-          offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a, the others as their b.
+        offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a, the others as their b.
       partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
-      offsets: `(2 inputs + 1,)`.
+      offsets: `(2 inputs + 1,)`, bounds in `consumers`.
       trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
-          usually share an input.
+        usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
       trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
-          input, the gates through which the trail leaves the input come first.
+        input, the gates through which the trail leaves the input come first.
       trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail leaves an input through
-          this gate.
+        this gate.
       regular: whether all inputs have equally many consumers.
       max_fan_out: most consumers of an input.
     """

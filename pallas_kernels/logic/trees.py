@@ -56,8 +56,8 @@ def forward(
 
     Args:
       coefficients: `(kernels, gates, 4)`.
-        leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
-        x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
+      leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
+      x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
 
     Returns:
       y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and indices, uint8 of y's shape. The index of

@@ -74,7 +74,7 @@ def elementwise(
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
-          unchanged.
+        unchanged.
       shape: shape of the result; by default the shape to which the arrays broadcast.
 
     Returns:
@@ -157,7 +157,7 @@ class Rows:
     Args:
       arrays: the arrays, or other objects with their shapes and dtypes.
       axis: first of the axes that a row spans. The default gives the longest rows. If an array has some but not all
-          elements of a row, `flatten` broadcasts it in memory.
+        elements of a row, `flatten` broadcasts it in memory.
 
     Attributes:
       count, length: number of rows, and elements per row.

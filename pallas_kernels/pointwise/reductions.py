@@ -57,7 +57,7 @@ class _Walk:
       axis, along_columns: if `along_columns`, the kernel sums over `axis`, else over `axis` and all later axes.
       order: order of the axes, or None if they are not transposed.
       columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row to at least
-          `LANES` elements.
+        `LANES` elements.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 

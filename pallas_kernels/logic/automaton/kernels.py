@@ -39,9 +39,9 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
 
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
-          coefficients share one row. The rows of lanes without a gate are zero.
+        coefficients share one row. The rows of lanes without a gate are zero.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. The lane's gate reads the rows a and b of shared
-          memory, numbered as in `plan.forward_layers`.
+        memory, numbered as in `plan.forward_layers`.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """

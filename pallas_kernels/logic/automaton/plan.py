@@ -201,10 +201,10 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first of the rows to which its gates write gradients, first for inputs a, then for
-          inputs b. They are reused after the backward of the layer before has read them, except in the update's first
-          layer.
+        inputs b. They are reused after the backward of the layer before has read them, except in the update's first
+        layer.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
-          in the order (a or b, gate, channel).
+        in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
     """
 

@@ -25,7 +25,7 @@ class Part:
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
       is_alone: whether too few lanes are left to give each warpgroup a part. Then one warpgroup computes the part, or
-          each warpgroup computes it for one slice of the cells.
+        each warpgroup computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
@@ -49,7 +49,7 @@ class Step:
       compute: function of the operands, and of the result of `read` if there is one.
       is_last: whether this is the last step of its layer, so that a barrier follows.
       read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier,
-          while the warpgroup would wait. The previous step must not write these rows.
+        while the warpgroup would wait. The previous step must not write these rows.
     """
 
     fetch: Callable[[], Any]
