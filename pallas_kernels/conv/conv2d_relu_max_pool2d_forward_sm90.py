@@ -290,7 +290,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN, and NaN times a zero weight is NaN."""
+        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN there, and NaN
+        times a zero weight is NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -9,9 +9,9 @@ backward computes
     dc = sum over cells of dy (1, a, b, ab)
 
 The consumers of a gate's output are the gates that read it. Each consumer writes its da or db to a separate row of
-shared memory, and a table lists these rows. dy is the sum of these rows, in a fixed order. A thread adds dc to a sum in device
-memory, which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until the
-last group.
+shared memory, and a table lists these rows. dy is the sum of these rows, in a fixed order. A thread adds dc to a sum in
+device memory, which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until
+the last group.
 """
 
 import dataclasses
