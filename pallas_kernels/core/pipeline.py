@@ -1,7 +1,8 @@
 """The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
 
-A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
-stages`, and then signal the stage's barrier, at which readers wait. There are two ways to keep the ring of stages full:
+A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage
+`step % stages`, and then signal the stage's barrier, at which readers wait. There are two ways to keep the ring of
+stages full:
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
   `fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.

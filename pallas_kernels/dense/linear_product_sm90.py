@@ -170,8 +170,8 @@ class Product:
         Args:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
             `count` is the number of this step among all steps of the CTA.
-          spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
-            *accumulators)` starts the products of a step, and waits for the products of the step before.
+          spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps.
+            `multiply(stage, *accumulators)` starts the products of a step, and waits for the products of the step before.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 

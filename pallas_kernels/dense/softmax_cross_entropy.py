@@ -82,8 +82,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    Here y is as in `loss_and_statistics`, j and k are classes, and `p[k, n] = exp(logits[k, n] - largest[n]) /
-    total[n]`.
+    Here y is as in `loss_and_statistics`, j and k are classes, and p is the softmax of the logits:
+    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`, the gradient with respect to the loss.

@@ -17,8 +17,8 @@ class Graph:
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
       consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are
-        `consumers[offsets[2 i] : offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a, the
-        others as their b.
+        `consumers[offsets[2 i] : offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a,
+        the others as their b.
       partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
       offsets: `(2 inputs + 1,)`, bounds in `consumers`.
       trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
