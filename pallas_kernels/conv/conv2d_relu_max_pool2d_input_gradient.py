@@ -218,7 +218,6 @@ class _InputGradientProgram:
         return tuple(tuple(of_window(first + n, q) for q in columns) for n in range(self.ahead))
 
     def add_windows(self, w, c, back, part, k, gradients, sums):
-        """Add the products for output channel k and the row of windows that is `back` rows above the cells."""
         (*_, F, G, channels), (R, S), width = w.shape, self.window, part.cells * self.window[1]
         products = {}
         for column, (gradient, maximum) in zip(part.windows, gradients, strict=True):

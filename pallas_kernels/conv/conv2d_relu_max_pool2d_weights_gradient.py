@@ -66,7 +66,6 @@ class WeightsGradientConfig:
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
     def units_a_split(self, dy: Any, x: Any) -> int:
-        """Return the units per split. The last split may have fewer."""
         units = self.units(dy)
         return -(-units // min(units, self.wanted_splits(dy, x)))
 

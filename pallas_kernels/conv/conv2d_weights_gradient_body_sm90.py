@@ -83,7 +83,6 @@ class _Program:
             pl.when(vector < vectors)(functools.partial(self.cut_out, vector))
 
     def cut_out(self, vector):
-        """Compute `LANES` gradients of weights or biases, each from the sums for several windows and positions."""
         sizes, places = self.sizes, self.sizes.config.places
         F, G = sizes.filter_size
         width = largest_divisor(sizes.Q, _BLOCK_COLUMNS)

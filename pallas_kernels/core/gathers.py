@@ -26,7 +26,6 @@ from pallas_kernels.core.simulator import simulating
 
 
 def block_layout(lanes: int, width: int) -> Any:
-    """Return the register layout of a block."""
     return plgpu.Layout.WG_STRIDED((lanes, width), vec_size=width)
 
 
@@ -117,7 +116,6 @@ def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
 
 
 def spread(numbers: Array, width: int) -> Array:
-    """Return a block with `width` columns, each equal to the vector `numbers`."""
     (lanes,) = numbers.shape
     if simulating() is not None:
         return jnp.broadcast_to(numbers[:, None], (lanes, width))
@@ -147,7 +145,6 @@ def columns(block: Array) -> tuple[Array, ...]:
 
 
 def block_of(columns: Sequence[Array]) -> Array:
-    """Return the block whose columns are the vectors `columns`."""
     (lanes,), width = columns[0].shape, len(columns)
     if simulating() is not None:
         return jnp.stack(columns, axis=1)

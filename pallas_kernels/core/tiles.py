@@ -95,7 +95,6 @@ def kernel(
 
 
 def check_divides(kernel: str, size_name: str, size: int, length: int) -> None:
-    """Raise ValueError unless a tile's size divides the length of its axis."""
     if length % size:
         raise ValueError(f"{kernel}: {size_name} is {size}; wants a divisor of {length}, the size of its axis")
 

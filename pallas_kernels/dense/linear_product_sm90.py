@@ -171,7 +171,7 @@ class Product:
           ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
             `count` is the number of this step among all steps of the CTA.
           spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps.
-            `multiply(stage, *accumulators)` starts the products of a step, and waits for the products of the step before.
+            `multiply(stage, *accumulators)` starts the products of a step, and waits for the previous products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 

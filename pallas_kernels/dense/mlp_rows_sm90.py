@@ -27,7 +27,6 @@ def _turned() -> Any:
 
 
 def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
-    """Copy examples from columns of x to rows of the operand, up to `loads` slices at once."""
     count = operand.shape[1] // SLICE
     loads = largest_divisor(count, loads)
 

@@ -91,7 +91,6 @@ class _WeighedGradients:
         store(refs.sums[layer].at[part, pl.ds(row, EXAMPLES), columns], sums)
 
     def bring(self, refs, layer, row, column, lanes, examples):
-        """Store the gradients times dy and the layer's inputs for a tile to shared memory, transposed and as TF32."""
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
         # Rows beyond the layer's outputs repeat other rows, and their sums are unused.

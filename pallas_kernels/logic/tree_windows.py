@@ -71,7 +71,6 @@ class Tree:
         self.pixels = [pixels_ref[k, leaf] for leaf in range(count)]
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: Geometry) -> list[list[Array]]:
-        """Load the leaves at each position of the pooling window that begins at pixel `first`."""
         steps = [geometry.step(place) for place in geometry.places]
         # One address per leaf is enough, because the other positions are constant distances away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]

@@ -233,7 +233,6 @@ class _Backward:
                 ref[part, vector] = total
 
     def _add_row(self, refs, row, owned_columns, sums):
-        """Write a row's dx in this CTA's columns, and y. Return `sums` plus the row's terms."""
         vectors = _vectors(refs.x.shape[1], self.config.vector)
         x_row = _Row(refs.x, refs.mask, row, vectors, self.hidden, self.eps, self.center)
         load_hat, _, inv_std = x_row.normalise()

@@ -395,7 +395,6 @@ class _InputGradient:
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.hidden // 2)))
 
     def _means(self, refs, stage, warpgroup, t, hat_piece):
-        """Return mean(t) and mean(t * x̂) of each row. Each warpgroup sums half of a row."""
         pieces = column_slices(self.hidden // 2)
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):

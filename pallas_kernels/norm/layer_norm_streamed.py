@@ -203,7 +203,6 @@ def _launch_input_gradient(t, x, inv_std, eps, config):
 
 
 def _division(rows: int, config: Config) -> tuple[int, int]:
-    """Return the number of CTAs, and the number of rows rounded up to whole groups."""
     groups = -(-rows // config.rows)
     return min(groups, device.target().multiprocessors * config.programs), groups * config.rows
 

@@ -136,7 +136,6 @@ def _rows(shape, arrays):
 
 
 def _fill_vector(arrays, shape):
-    """Flatten arrays that broadcast to `shape`, and pad them with zeros to a vector, except arrays of one element."""
     padding = LANES - math.prod(shape)
     return [a.ravel() if a.size == 1 else jnp.pad(jnp.broadcast_to(a, shape).ravel(), (0, padding)) for a in arrays]
 
@@ -199,7 +198,6 @@ class Rows:
         return jnp.broadcast_to(value.astype(float32_or_integer(value.dtype)), (length,))
 
     def row_of(self, i: int, row: Any) -> Any:
-        """Return the index of the i-th array's row that broadcasts to `row`."""
         lead = self.leads[i]
         if lead == self.lead:
             return row

@@ -182,8 +182,6 @@ class Backward:
         return sums_of_rows(*(functools.reduce(operator.add, terms) for terms in zip(*products, strict=True)))
 
     def output_gradient(self, cells, i, part, consumers):
-        """Return dy of a part's gates: in the last layer from shared memory, else the sum of the consumers'
-        gradients."""
         plan = self.circuit.plan
         if i + 1 == len(plan.layers):
             return _load_rows(cells.rows, plan.gradients.outputs.first + part.offset, part.lanes)
