@@ -6,11 +6,8 @@ A tile is a few pooling windows, for all output channels and 64 examples. `wgmma
 
 n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
 patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
-zeros elsewhere.
-
-The tensor cores need pixels as the last axis, but do not transpose 32-bit operands. TMA therefore loads a patch into
-shared memory, and a warpgroup transposes it through registers into a second buffer. Meanwhile, the tensor cores
-multiply for another warpgroup.
+zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another warpgroup
+(docs/kernels/conv.md).
 """
 
 import dataclasses

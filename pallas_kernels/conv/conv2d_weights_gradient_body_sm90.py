@@ -1,9 +1,9 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which compute weight gradients on Hopper's tensor cores.
 
-A unit is one row of windows for the examples of one step. TMA copies each unit's rows of x and dy into a stage of the
-ring. The routed gradient is dy for `conv2d`. For `conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and
-zero elsewhere. Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. At the
-end, the CTA adds several sums to the gradient of each weight and bias, through the L2 cache.
+A unit is one row of windows for the examples of one step. The routed gradient is dy for `conv2d`. For
+`conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. Each warpgroup multiplies 64 rows
+of one operand, x or the routed gradient, by the other operand. At the end, the CTA adds several sums to the gradient of
+each weight and bias, through the L2 cache.
 """
 
 import dataclasses

@@ -6,10 +6,8 @@ filter w of F elements:
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
 Here t is a position in the output, and u is a position in the filter. A row is the block of channels at one position.
-
-A CTA computes a block of channels for consecutive positions of one example. The filters and the last F - 1 rows of x̄
-(in the backward, of dy) stay in registers, so each row is loaded once per CTA. The kernels use no shared memory, so
-they also run in the interpreter.
+The filters and the last F - 1 rows stay in registers, so a CTA loads each row once. The kernels use no shared memory,
+so they also run in the interpreter.
 """
 
 import dataclasses

@@ -2,8 +2,7 @@
 
 The padded input is divided into cells of `stride[0]` x `stride[1]` positions. A CTA computes one row of cells, for one
 channel and one block of the batch, with one example per lane. For each cell, it loads dy and the index of the maximum
-of every window that can overlap the cell. It adds in float32 registers, and writes each position of dx once, without
-atomics.
+of every window that can overlap the cell.
 """
 
 import dataclasses

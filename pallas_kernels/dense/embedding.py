@@ -1,8 +1,8 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 
 XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. For a short run, one CTA computes the
-whole row, several blocks of features at once. For a long run, the row has one CTA per block of features. The CTAs of
-long runs start first, so that they do not finish last. A CTA adds gradients in float32, in the order of the tokens.
+whole row, and for a long run, one block of features. The CTAs of long runs start first, so that they do not finish
+last.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
 A CTA computes one part of a row. In the first kernel, each thread keeps the maxima and the sums of exponentials of the
-logits that it has read. If a maximum grows, the thread rescales the sum. XLA combines the parts. The second kernel
-overwrites the logits with the gradient.
+logits that it has read. If a maximum grows, the thread rescales the sum.
 """
 
 import dataclasses

@@ -1,11 +1,7 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
-A CTA computes all layers for 64 examples, whose activations stay in shared memory. The weights stream through a ring of
-stages (`mlp_stream_sm90`). Factors of products are rounded to TF32; the rest is in float32. Rows are padded to
-`Network.widths`.
-
-For small batches, one kernel computes the forward and, without dy, the gradients of each example's loss.
-`mlp_weighed_gradients_sm90` multiplies these gradients by dy and computes the parameters' gradients.
+`docs/kernels/dense.md` describes the data flow, and the kernels for small batches. Factors of products are rounded to
+TF32; the rest is in float32. Rows are padded to `Network.widths`.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. The batch is
 the last axis of images: `(channels, height, width, N)`. In shapes, `kernels` is the number of trees.
 
-A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. It writes the largest
-value in each pooling window (an or-pool) and the index of its position. A CTA of `leaf_gradients` recomputes the tree
-at this index. `trees_input_gradient` adds the gradients of the leaves up to the gradient with respect to the image.
+A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
+gradients of the leaves up to the gradient with respect to the image.
 """
 
 import functools

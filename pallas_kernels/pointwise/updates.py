@@ -2,7 +2,6 @@
 
 Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
 A CTA computes one block of the i-th arrays. It finds i by comparing its index with the index of each array's first CTA.
-Switches then select the pointers and the size of the i-th arrays.
 """
 
 import dataclasses

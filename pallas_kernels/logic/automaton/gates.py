@@ -8,10 +8,8 @@ backward computes
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-The consumers of a gate's output are the gates that read it. Each consumer writes its da or db to a separate row of
-shared memory, and a table lists these rows. dy is the sum of these rows, in a fixed order. A thread adds dc to a sum in
-device memory, which the CTA keeps over all ticks. A CTA with many groups of cells may keep its sums in registers until
-the last group.
+dy is the sum of the gradients that the gate's consumers wrote: see plan.py. A thread adds dc to a sum in device memory,
+or in registers until the CTA's last group of cells.
 """
 
 import dataclasses

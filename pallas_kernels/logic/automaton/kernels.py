@@ -1,9 +1,7 @@
-"""One tick (time step) of a logic cellular automaton, and its backward. Each lane is a gate, and activations stay in
-shared memory.
+"""One tick (time step) of a logic cellular automaton, and its backward: see docs/kernels/logic.md.
 
-A CTA computes one group of cells after another. It gathers the neighborhoods of the cells into shared memory (plan.py).
-A thread computes one or several gates of each layer (gates.py), and the warpgroups meet at a barrier after every layer
-(schedule.py). The backward recomputes the activations, and visits the layers in reverse.
+A CTA computes one group of cells after another, with one gate per lane. The rows of shared memory are in plan.py, the
+gates in gates.py, and the order of the computation in schedule.py.
 """
 
 import functools

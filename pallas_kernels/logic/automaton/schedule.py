@@ -1,8 +1,7 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
 The lanes of a layer are divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes
-a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier. All warpgroups meet
-at a barrier after a layer.
+a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier.
 """
 
 import dataclasses
