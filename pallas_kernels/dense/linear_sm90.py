@@ -43,8 +43,7 @@ _MAX_STAGES = 6
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers (512 bytes)."""
 _STEP_MICROSECONDS = 0.75
-"""Estimated microseconds per step of a tile of 128 x 256 on an H200, near the rates in
-docs/lab/2026-11-21-dense.md."""
+"""Estimated microseconds per step of a tile of 128 x 256 on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
 """Estimated rate at which the splits' sums are written and read. Not tuned."""
 

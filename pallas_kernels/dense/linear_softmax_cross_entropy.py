@@ -19,8 +19,7 @@ from pallas_kernels.core.tiles import kernel
 
 _MAX_PARTS = 16
 _UNROLLED = 16
-"""Maximum parts per row, and vectors whose loads are in flight at once:
-docs/lab/2026-11-26-large-vocabulary.md."""
+"""Maximum parts per row, and vectors whose loads are in flight at once: docs/lab/2026-11-26-large-vocabulary.md."""
 _LOG2_E = math.log2(math.e)
 
 

@@ -111,7 +111,7 @@ class Block:
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
         """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Blocks and results are functions as in `values`."""
+        each row. Each block and each result is a function that returns the array, as `values` makes it."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -121,8 +121,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return (x̂, statistics) with one entry per block. The entries of x̂ are functions as in `values`. Statistics
-        are computed unless `known_statistics` has them."""
+        """Return (x̂, statistics) with one entry per block. Each entry of x̂ is a function that returns the array, as
+        `values` makes it. Statistics are computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
