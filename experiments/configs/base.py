@@ -197,7 +197,8 @@ def resumed(saved: Config, config: Config) -> Config:
     if differing and differences(more, config):
         fields = "; ".join(f"{field}: saved {old!r}, now {new!r}" for field, (old, new) in differing.items())
         raise UserError(
-            f"cannot resume {config.run_dir} with other settings ({fields}); wants the saved settings (only epochs may be larger)"
+            f"cannot resume {config.run_dir} with other settings ({fields}); "
+            "wants the saved settings (only epochs may be larger)"
         )
     elsewhere = {field: value for field, value in vars(config).items() if field in FIELDS_WITHOUT_EFFECT}
     return dataclasses.replace(more, **elsewhere)

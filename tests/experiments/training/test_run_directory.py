@@ -209,10 +209,8 @@ def test_a_new_run_does_not_touch_an_old_ones_directory(toy_config, whole_run):
 
 
 def test_resuming_with_other_settings_is_refused_with_both_values(toy_config, whole_run):
-    with pytest.raises(
-        ValueError,
-        match=r"\(seed: saved 0, now 7; epochs: saved 4, now 3\); wants the saved settings \(only epochs may be larger\)",
-    ):
+    settings = r"\(seed: saved 0, now 7; epochs: saved 4, now 3\)"
+    with pytest.raises(ValueError, match=rf"{settings}; wants the saved settings \(only epochs may be larger\)"):
         train.train(toy_config(run_dir=whole_run, resume=True, seed=7, epochs=3))
 
 
