@@ -26,7 +26,7 @@ PRIMITIVES = {
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""The products in kernels. The first operand is the accumulator."""
+"""The primitive of matrix products in kernels. Its first operand is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -44,8 +44,8 @@ ADD_IN_HALF = {
 any size."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes of an op: for each kind in `PRIMITIVES`, for the "results" and gradients, and for the
-residuals that are "kept" for the backward."""
+"""Dict from each kind in `PRIMITIVES` to the floating dtypes in which an op computes. The key "results" has the dtypes
+of results and gradients. The key "kept" has the dtypes of the arrays saved for the backward, or "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -53,9 +53,9 @@ residuals that are "kept" for the backward."""
 
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
-    """Return the dtypes in which an op computes, in its small case and its real cases.
+    """Return the dtypes in which an op computes, in the small case and the real cases of its catalogue entry.
 
-    Backwards, and ops that run another op's kernels, use only the small case.
+    Backwards use only the small case. So do ops that run another op's kernels.
     """
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
@@ -77,7 +77,7 @@ def _walk_case(entry: Entry, case: Case, implementation: str, dtype: str, dtypes
 
 
 def _with_gradients(op, *arrays):
-    """Return `((results, gradients), residuals)`."""
+    """Return `((results, gradients), residuals)`. Residuals are the arrays that JAX saves for the backward."""
     leaves, structure = jax.tree.flatten(arrays)
 
     def of_floats(*values):
@@ -89,7 +89,7 @@ def _with_gradients(op, *arrays):
 
 
 def walk(jaxpr: Any, dtypes: Found) -> Found:
-    """Add the dtypes in which a jaxpr and its nested jaxprs compute."""
+    """Add to `dtypes` the dtypes in which a jaxpr and its nested jaxprs compute. Return `dtypes`."""
     for equation in _equations(jaxpr):
         name = equation.primitive.name
         variables = equation.invars[:1] if name == TENSOR_CORES else equation.outvars
@@ -115,7 +115,7 @@ HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, root
 
 
 def table() -> str:
-    """Return one line per group of ops with equal dtypes."""
+    """Return a Markdown table with one line per group of ops that compute in the same dtypes."""
     names = [name for name in ENTRIES if "_backward" not in name and "_with_" not in name]
     lines: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -149,6 +149,6 @@ def _text(dtypes: set[str]) -> str:
 
 
 def _order(cells: tuple[str, ...]) -> tuple:
-    """Return a sort key that puts ops that compute less first."""
+    """Return the sort key of a line of the table. Lines of ops without matrix products come first."""
     implementation, sums, products, functions, kept = cells
     return bool(products), "*" in sums, bool(sums), bool(functions), kept, implementation == "pallas"

@@ -14,7 +14,7 @@ import typeset
 from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:", "Source")
-"""Headings of the parts of a docstring without formulas."""
+"""Headings of the parts of a docstring that have no formulas."""
 
 
 def write(folder: Path) -> None:

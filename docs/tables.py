@@ -74,7 +74,10 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(kind: str, *words: str) -> str:
-    """Return the table for the words of a mark, with its sources below."""
+    """Return the table of a mark, with the sources of its figures below.
+
+    `kind` is a key of `TABLES`. Each of `words` is the name of a result file, or an option `name=value`.
+    """
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}

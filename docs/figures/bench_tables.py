@@ -32,12 +32,18 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return the precisions of two rows' products, one if they are equal, or "" without products."""
+    """Return "A / B", the precisions of the matrix products in two rows. Equal precisions are named once.
+
+    Without products, the result is "".
+    """
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return one line per workload and batch, with one column per implementation of jaxbp."""
+    """Return a table with one line per workload and batch size, and one column per implementation of jaxbp.
+
+    `columns` has the keys of the further columns in `COLUMNS`.
+    """
     rows = all_rows(reports)
     implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -50,7 +56,7 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def variants(reports: Reports) -> str:
-    """Return one line per implementation or variant of a peer, with one column per workload."""
+    """Return a table with one line per implementation of jaxbp or variant of a peer, and one column per workload."""
     rows = all_rows(reports)
     peers = {row["implementation"] for row in rows if row.get("peer")}
     columns = {}
@@ -68,7 +74,10 @@ def variants(reports: Reports) -> str:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Return the workloads whose ratio of the times of `None` and autodiff is outside a band. Count the others."""
+    """Count the workloads whose ratio is from `low` to `high`: the time of `None` divided by the time of autodiff.
+
+    Return a sentence with this number, and a table of the other workloads.
+    """
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
@@ -81,7 +90,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
 
 
 def formulations(reports: Reports) -> str:
-    """Return the time of each variant of a peer, relative to the fastest variant."""
+    """Return a table of the times of all peer variants, each divided by the fastest variant's time for the workload."""
     columns = {}
     for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
         fastest = min(time(row) for row in group.values() if time(row))
@@ -92,7 +101,7 @@ def formulations(reports: Reports) -> str:
 
 
 def slower(reports: Reports) -> str:
-    """Return the workloads in whose newest run "pallas" is slower than autodiff."""
+    """Return a table of the workloads for which "pallas" is slower than autodiff in the newest run."""
     newest = {}
     for name, report in reports.items():
         rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
@@ -111,7 +120,8 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Return the speedup and the memory relative to float32 in the same run."""
+    """Return a table of the speed and the memory of training steps in each dtype, relative to float32 in the same
+    run."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))

@@ -1,4 +1,4 @@
-"""Format measured figures as cells, tables as Markdown, and the line below a table."""
+"""Format measured figures as cells of a table, tables as Markdown, and the text below a table."""
 
 import re
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from figures.measurements import Report, Reports, Row, grouped, rows_of, time, w
 WHY = "why not faster"
 """Heading of the column of reasons in the summary."""
 PUBLISHED = "published automaton"
-"""Peer without a package, whose version is the version of JAX."""
+"""Name of a peer that is not a package. Its recorded version is the version of JAX."""
 
 
 def number(value: float | None) -> str:
-    """Round to two digits below 10, to three below 100, and to an integer above."""
+    """Format a number with two digits below 10, with three below 100, and as an integer above. Format None as ""."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2g}"
@@ -51,7 +51,7 @@ def temporaries(row: Row | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table without the columns that are empty in every line."""
+    """Return a Markdown table. Columns that are empty in every line are left out, except for the first column."""
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
     rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
@@ -85,7 +85,7 @@ def packages(report: Report) -> str:
 
 
 def provenance(name: str, report: Report) -> str:
-    """Return the device, versions, date, rates, errors, and command below a table."""
+    """Return the text below a table: the run's device, versions, date, measured rates, errors, and command."""
     rows, commit = rows_of(report), report.get("commit") or ""
     where = f"{report['device']}, {packages(report)}, {day(report)}"
     where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
@@ -120,9 +120,10 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command that repeats a run.
+    """Return the command line that repeats a run.
 
-    Two moved scripts get their new names. Other old scripts exist only in old commits, which the command checks out.
+    Two scripts have moved from docs/lab/ to experiments/studies/, and are named by their new path. The other scripts of
+    docs/lab/ exist only in old commits, so `git checkout` precedes their command.
     """
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved

@@ -26,7 +26,7 @@ WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
 """Pixels: width of the picture, of the names, and of the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""Class of the bar, its two ends as shares of the axis, and the text after it."""
+"""The CSS class of a bar, its two ends as fractions of the axis, and the text after it."""
 
 
 def speed() -> str:
@@ -53,7 +53,7 @@ def speed() -> str:
 
 
 def floors() -> str:
-    """Return the chart of the percentages of the roofline of each kernel, at its worst and best size."""
+    """Return a chart of the percentage of the roofline that each kernel reaches, at its worst and its best size."""
     bars = {}
     for name, shares in sorted(kernel_shares().items(), key=lambda item: (-max(item[1]), item[0])):
         worst, best = min(shares), max(shares)
@@ -65,7 +65,10 @@ def floors() -> str:
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """Return each kernel's shares of the roofline, one per size, from the newest run."""
+    """Return a dict from each kernel to the fractions of the roofline that it reaches, one per measured size.
+
+    If several runs measured the same size, the newest run counts.
+    """
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
         if row.get("implementation") == "pallas" and row.get("floor_fraction"):
@@ -81,7 +84,13 @@ def kernel_shares() -> dict[str, list[float]]:
 def chart(
     title: str, legend: Mapping[str, str], ticks: Mapping[float, str], bars: Mapping[str, Sequence[Sequence[Bar]]]
 ) -> str:
-    """Return a picture of horizontal bars. A name may have several lines, and a line several bars."""
+    """Return an SVG picture of horizontal bars.
+
+    Args:
+      legend: a dict from a CSS class of bars to its explanation.
+      ticks: a dict from a fraction of the axis to its label.
+      bars: a dict from a name to its lines. A line has one or more bars.
+    """
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
         return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'

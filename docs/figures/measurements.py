@@ -21,7 +21,7 @@ Reports = Mapping[str, Report]
 
 
 def load(pattern: str) -> dict[str, Report]:
-    """Return the runs of the matching files, the oldest first."""
+    """Return the runs in docs/results/ by the name of their file, the oldest run first. Names match `pattern`."""
     paths = (DOCS / "results").glob(f"{pattern}.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)}
     return dict(sorted(reports.items(), key=lambda item: str(item[1]["date"])))
@@ -40,7 +40,7 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Yield the title of each workload and batch, and its rows by implementation."""
+    """For each workload and batch size, yield its title and a dict from each implementation to its row."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
@@ -66,7 +66,8 @@ def library(rows: Mapping[str, Row]) -> Row | None:
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of JAX's autodiff, of the op's definition or of another form in plain JAX."""
+    """Return the fastest row that JAX's autodiff computes, from the op's definition or from another form in plain
+    JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 
@@ -80,10 +81,10 @@ EXACT = 1e-5
 
 
 def products(row: Row | None) -> str:
-    """Return the precision in which a row computes its products, or "" if it has none.
+    """Return the precision in which a row computes its matrix products, or "" if it has none.
 
-    At the default precision, the error tells whether a row uses TF32. jaxbp's kernels may use TF32 only at large
-    batches, so the result is "TF32" if the error was measured at a smaller batch.
+    At the default precision, a float32 row counts as "exact" if its error is below `EXACT`. jaxbp's kernels may use
+    TF32 only at large batches. If their error was measured at a smaller batch, the result is therefore "TF32".
     """
     if row is None or not has_products(row):
         return ""

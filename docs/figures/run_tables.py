@@ -1,4 +1,4 @@
-"""Tables of trainings, studies over seeds, profiles, checks, and several devices."""
+"""Tables of training runs, studies over seeds, profiles, checks, and runs on several devices."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def seeds(reports: Reports) -> str:
 
 
 def setting(report: Report, row: Row) -> str:
-    """Return the settings of a run. Older files keep them in several fields."""
+    """Return the settings of a run as text. Older result files store the settings in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
@@ -62,7 +62,10 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cell for each heading. Automata count exact runs; other models have an accuracy."""
+    """Return a dict from column headings to cells, for runs with the same settings and different seeds.
+
+    For automata, a cell counts the runs in which every trial was right. For other models, it has the mean accuracy.
+    """
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -101,7 +104,8 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 def profile(reports: Reports) -> str:
     """Return a table of the kernels that took at least 5 µs.
 
-    The times of a kernel's launches in a workload are added, and weight the averages of its percentages.
+    All launches of a kernel in a workload share one line. Their times are added. Their percentages are averages,
+    weighted by the times.
     """
     lines = []
     kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
@@ -128,7 +132,7 @@ def profile(reports: Reports) -> str:
 
 
 def accuracy(reports: Reports) -> str:
-    """Return the largest error of each op with its backwards, as a percentage of the allowed error."""
+    """Return a table of the largest error of each op and its backwards, as a percentage of the allowed error."""
     rows = all_rows(reports)
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     lines = []
@@ -185,7 +189,10 @@ SAYS_NOTHING = ("failed", "timed out")
 
 
 def sanitizer(reports: Reports) -> str:
-    """Return the newest conclusive outcome of each tool of compute-sanitizer. Ops with equal outcomes share a line."""
+    """Return a table with the newest conclusive outcome of each op under each tool of compute-sanitizer.
+
+    Ops with equal outcomes share a line.
+    """
     rows = all_rows(reports)
     tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
@@ -199,7 +206,10 @@ def sanitizer(reports: Reports) -> str:
 
 
 def many_devices(reports: Reports) -> str:
-    """Return a table of steps on one device, a mesh of one, and a mesh of all, with equal examples per device."""
+    """Return a table of the times of training steps on one device, on a mesh of one device, and on a mesh of all.
+
+    The number of examples per device is the same.
+    """
     (report,) = reports.values()
     lines = [
         [
@@ -221,7 +231,7 @@ def step(row: Row) -> str:
 
 
 def communication(reports: Reports) -> str:
-    """Return the communication of each step, and the batch at which it takes a twentieth of the time."""
+    """Return a table of the collectives in each training step, and of the batch at which they take 5% of the time."""
     compiled, *measured = reports.values()
     model = summing(compiled, *measured) if measured else None
     lines = []
@@ -237,10 +247,12 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of its sum of gradients, and the batch for 95% efficiency.
+    """Return a model of the sum of gradients over the devices of `compiled`, as a function of a workload's title.
 
-    docs/benchmarks/devices.md describes the model. The time of a step on one device is a line through the first and the
-    last measured time, or proportional to the batch. At 95% efficiency, this time is 19 times the time of the sum.
+    The function returns the microseconds of the sum, and the batch for 95% efficiency. docs/benchmarks/devices.md
+    describes the model. The time of a step on one device is a line through the first and the last measured time. If
+    only one time was measured, it is proportional to the batch. At 95% efficiency, this time is 19 times the time of
+    the sum.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
@@ -263,7 +275,7 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
 
 
 def programs(reports: Reports) -> str:
-    """Return the changed lines and the differences of the losses for each public program and dtype."""
+    """Return a table of public programs, with the number of changed lines and the largest difference of a loss."""
     lines = []
     for row in all_rows(reports):
         at = f"https://github.com/{row['repository']}/blob/{row['commit']}/{row['path']}"
@@ -291,7 +303,7 @@ def programs(reports: Reports) -> str:
 
 
 def program_costs(reports: Reports) -> str:
-    """Return the time and the peak memory of a training step of public programs, before and after the change."""
+    """Return a table of the time and the peak memory of a training step in original and changed public programs."""
     lines = []
     for row in all_rows(reports):
         before, after = row["original"], row["changed"]

@@ -13,7 +13,7 @@ class Family(NamedTuple):
     """Page in docs/benchmarks/ with the tables of the family."""
     file: str
     work: str
-    """Prefix of the workload and batch in the rows of the run."""
+    """Prefix of the workload and batch in the family's rows."""
     why: str
     """Reason why jaxbp is no closer to the roofline, without figures."""
 
@@ -106,7 +106,7 @@ def summary(reports: Reports) -> str:
 
 
 def with_name(row: Row | None, known: str = "") -> str:
-    """Return the time of a row with the name of its variant, without the prefix `known`."""
+    """Return a cell with the time of a row, and the name of its variant without the prefix `known`."""
     if row is None:
         return ""
     name = row["implementation"].removeprefix(known)
