@@ -45,7 +45,7 @@ any size."""
 
 Found = defaultdict[str, set[str]]
 """Dict from each kind in `PRIMITIVES` to the floating dtypes in which an op computes. The key "results" has the dtypes
-of results and gradients. The key "kept" has the dtypes of the arrays saved for the backward, or "inputs"."""
+of results and gradients. The key "kept" has the dtypes of arrays saved for the backward; "inputs" stands for inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk

@@ -120,8 +120,7 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Return a table of the speed and the memory of training steps in each dtype, relative to float32 in the same
-    run."""
+    """Return a table of the speed and memory of training steps in each dtype, relative to float32 in the same run."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))

@@ -67,7 +67,7 @@ def floors() -> str:
 def kernel_shares() -> dict[str, list[float]]:
     """Return a dict from each kernel to the fractions of the roofline that it reaches, one per measured size.
 
-    If several runs measured the same size, the newest run counts.
+    If several runs measured the same size, batch, and precision, the newest run counts.
     """
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):

@@ -66,8 +66,7 @@ def library(rows: Mapping[str, Row]) -> Row | None:
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row that JAX's autodiff computes, from the op's definition or from another form in plain
-    JAX."""
+    """Return the fastest row of JAX's autodiff. It differentiates the op's definition or another form in plain JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 

@@ -175,7 +175,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
 
 
 def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    """Return the end of a row's title, which names the dtype and the precision if the run has several."""
+    """Return the end of a row's title. It names the dtype and the precision if the run has several of them."""
     in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
     return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 

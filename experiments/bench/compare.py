@@ -84,7 +84,7 @@ def _read(path: Path) -> Report:
 
 
 def changes(old: Report, new: Report, threshold: float) -> list[Change]:
-    """Return the rows that both runs measured, the largest slowdown first."""
+    """Return one change per row that both runs measured, the largest slowdown first."""
     before, after = _rows(old), _rows(new)
     common = [
         Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
@@ -97,7 +97,7 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return the rows by title, which is made of `FIELDS`. Leave out rows of peers."""
+    """Return a dict from titles to rows, without the rows of peers. A title joins the values of `FIELDS`."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 

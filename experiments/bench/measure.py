@@ -68,7 +68,10 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return all fields of `MEASURED`: the fields that `run` returns, or the reason for its failure."""
+    """Return a dict with all fields of `MEASURED`. `run()` returns some of these fields, and the others are None.
+
+    If `run` raises an exception, the field "failed" describes it.
+    """
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
@@ -82,7 +85,7 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 def time_compiled(
     compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False
 ) -> dict[str, Any]:
-    """Return the timing fields of a row, per call, for an executable that makes `calls` calls."""
+    """Time an executable that makes `calls` calls of a workload. Return the timing fields of a row, per call."""
     timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
@@ -126,7 +129,7 @@ class Accuracy:
             return floats(self._reference.result()(*wide))
 
     def submit(self, name: str) -> None:
-        """Start to compile the workload's function."""
+        """Start to compile the workload's function for the implementation or baseline `name`."""
         if name not in self._programs:
             function = self._workload.named(name, self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)

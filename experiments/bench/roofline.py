@@ -1,11 +1,11 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
 docs/benchmarks.md defines the roofline. The working set is the number of bytes that a program touches. The rate of
-memory traffic depends on it, because a small working set fits in the cache. As many bytes as are both read and written
-count at the rate of a copy. The remaining bytes count at the rate of only reading or only writing. Arithmetic outside
-of matrix products counts at the rate of a product in exact float32, which is the rate of the CUDA cores. Each rate is
-the best of several short rounds, which end before the power limit lowers the GPU's clock. Launches and intermediate
-results count no time.
+memory traffic depends on it, because a small working set fits in the cache. If a workload reads r bytes and writes w
+bytes, min(r, w) bytes of each count at the rate of a copy. The remaining bytes count at the rate of only reading or
+only writing. Arithmetic outside of matrix products counts at the rate of a product in exact float32, which is the rate
+of the CUDA cores. Each rate is the best of several short rounds, which end before the power limit lowers the GPU's
+clock. Launches and intermediate results count no time.
 """
 
 import functools
@@ -71,9 +71,9 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """Return the best of the rates measured with working sets of at least `working_set`, or 0 if no rate was measured.
+    """Return the best rate in bytes per second, or 0 if none was measured. `kind` is "copy", "read", or "write".
 
-    The rate at the largest measured working set below `working_set` also counts.
+    Rates measured with working sets of at least `working_set` count, and the rate with the next smaller working set.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -116,7 +116,8 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The bytes or operations of a program, and a function that times it, given the least duration of a timing round."""
+"""The number of bytes or operations of a program, and a function that times it. The function takes the least duration
+of a timing round, and returns the program's time in seconds."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -168,7 +169,7 @@ def _bytes(avals: Any) -> int:
 
 
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
-    """Return how many bytes of an argument affect the results. A gather reads as many bytes as its result has."""
+    """Return how many bytes of an argument the jaxpr reads. A gather reads as many bytes as its result has."""
     size, read = _bytes([argument.aval]), 0
     for equation in jaxpr.eqns:
         for i, v in enumerate(equation.invars):
@@ -200,7 +201,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Return the number of multiplications in a convolution, leaving out factors in the padding and inserted zeros."""
+    """Count the multiplications in a convolution. Multiplications by padding or by inserted zeros do not count."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

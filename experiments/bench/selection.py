@@ -21,7 +21,8 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that the cases name; with `batch_last`, only ops, on arrays whose last axis is the batch.
+    """Return the workloads that the cases name. With `batch_last`, return only ops, and move their batch axis to the
+    end.
 
     Args:
       cases: each is "all", "ops", or the name of an op or a training step, with or without a size, as in
@@ -58,7 +59,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return a dict from the first workload of each family to the middle one of its default batch sizes.
+    """For each family, choose the first workload and the middle one of its default batch sizes. Return them as a dict.
 
     A family is the ops of one module, or the training steps of one kind. The automaton's ops and its training step are
     one family.

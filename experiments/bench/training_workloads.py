@@ -92,7 +92,7 @@ class LogicConvSizes(NamedTuple):
       shape: channels, height, and width of an image.
       convolutions: the convolutions of trees of gates, each followed by a max-pool.
       widths: the number of gates in each layer after the convolutions.
-      tau: the divisor of the sum of a class's gates.
+      tau: the divisor of a class's score. The score is the sum of the class's gates, divided by tau.
     """
 
     shape: tuple[int, int, int]
@@ -275,7 +275,7 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return a function like `jax.value_and_grad(loss)`, whose first argument is the state of a training step.
+    """Return a function like `jax.value_and_grad(loss)`. Its first argument is the state of a training step.
 
     For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
     """
@@ -297,7 +297,7 @@ def training(
     """Return a program of `calls` training steps. With a loss scale, a step with non-finite gradients updates nothing.
 
     Args:
-      function: returns the loss and the gradients, see `loss_and_gradients`.
+      function: takes the state, inputs, and labels, and returns the loss and the gradients, as in `loss_and_gradients`.
       implementation: the implementation of the optimizer.
       optimiser: `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """

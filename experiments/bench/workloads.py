@@ -16,8 +16,8 @@ from jaxbp.verify.arguments import is_float
 GATE_OPERATIONS = 24
 """The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward together.
 
-Each multiply-add or product counts as two operations: three in the forward, four for da and db, and five for the
-gradients of the coefficients c0 to c3.
+Each multiply-add or product counts as two operations. There are three of them in the forward, four for da and db, and
+five for the gradients of the coefficients c0 to c3.
 """
 FORWARD_OPERATIONS = 6
 
@@ -64,7 +64,7 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size of the catalogue: a backward, or a forward with its gradient."""
+    """Return the workload of an op at one size of the catalogue. For a forward, it also computes the gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -113,7 +113,10 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return an op's function `(arrays, cotangents) -> (floating results, other results, gradients)`."""
+    """Return a function that computes an op and its gradients.
+
+    Its signature is `(arrays, cotangents) -> (floating results, other results, gradients)`.
+    """
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -131,7 +134,7 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """Return a program that calls the function with one set of arguments after the other.
+    """Return a program from a tuple of argument sets to a list of results. It calls the function once per set.
 
     On a GPU, barriers keep calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
     """

@@ -17,10 +17,10 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Module per peer. It defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
+"""Dict from each peer to its module. A module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Pattern for the variants of each peer's fastest formulation, if the peer has several.
+"""Dict from peers with several formulations to a pattern for the variants of the fastest formulation.
 
 The runs in docs/results/ that timed all formulations show which is fastest.
 """

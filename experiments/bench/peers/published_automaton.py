@@ -55,7 +55,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """Return a cell's next state `(channels,)` from the cells that it reads, `(9, channels)`."""
+    """Return a cell's next state `(channels,)`. `patch` has the states of its 3 x 3 neighborhood, `(9, channels)`."""
 
     def perceived(of_kernel):
         x = patch.T

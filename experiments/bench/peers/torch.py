@@ -50,7 +50,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
     Args:
       modes: further modes that `build` accepts, with the fastest modes last.
-      best: the number of last modes to time if the task's choice is "best".
+      best: the number of modes, counted from the last, that are timed if the task's choice is "best".
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -66,7 +66,8 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    PyTorch does not count the memory of `COMPILED_STEP`, because PyTorch's compiler captures its CUDA graphs.
+    In the mode `COMPILED_STEP`, PyTorch's compiler captures CUDA graphs, whose memory PyTorch does not count. The
+    result then has no temporary memory.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does
@@ -91,7 +92,10 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build`, given dicts from ops to PyTorch functions. A forward's calls also compute gradients."""
+    """Return a `Build` for ops. `forwards` and `backwards` are dicts from an op to a PyTorch function.
+
+    A call of a forward also computes its gradients.
+    """
     return functools.partial(_op, forwards, backwards)
 
 
@@ -127,7 +131,10 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return PyTorch's float32 residuals: the mean and inverse standard deviation, or the inverse RMS."""
+    """Return float32 statistics of the rows of x: the mean and the inverse standard deviation, or the inverse RMS.
+
+    PyTorch's backwards of norms need them as arguments.
+    """
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -232,7 +239,7 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
     """Return a causal depthwise convolution in the layouts of `dimension_numbers`.
 
-    `convolve(x, w, b)` takes x in the layout NCW and w in the layout OIW.
+    `convolve(x, w, b)` takes x in the layout NCW and w in the layout OIW, and returns y in the layout NCW.
     """
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")
@@ -326,8 +333,10 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile the layers one after the other until `COMPILE_SECONDS` have passed. A whole model can take many
-    minutes."""
+    """Compile the layers one after the other until `COMPILE_SECONDS` have passed. Return fields of the row.
+
+    Compiling a whole model can take many minutes.
+    """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:
@@ -405,8 +414,10 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak of memory in bytes during a call, or None without a GPU. Results and earlier memory are
-    subtracted."""
+    """Return the peak memory of a call in bytes, or None without a GPU.
+
+    The memory of the results, and memory allocated before the call, are subtracted.
+    """
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -34,7 +34,7 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""Dict from torchlogix's parametrizations to jaxbp's with the same number of parameters per gate."""
+"""Dict from torchlogix's parametrizations to jaxbp's parametrizations with as many parameters per gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
 
 
@@ -92,7 +92,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients, with the gradients of a convolution's levels joined into one array."""
+    """Return the loss and the gradients. The gradients of all levels of a convolution are joined into one array."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:
