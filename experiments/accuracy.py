@@ -45,11 +45,11 @@ class Place:
 class Accuracy:
     """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
 
-    Each error is a quantile over the rows, which are vectors along the last axis, of all draws.
+    A row is a vector along the last axis. Each error is a quantile over the rows of all draws of the arguments.
 
     Attributes:
       result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      error: the implementation's `‖a - e‖ / ‖e‖` for a row a, whose value in float64 is e.
+      error: the implementation's `‖a - e‖ / ‖e‖`, where a is a row of its result and e is the same row in float64.
       native: the same quotient for autodiff's row in the same dtype.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
@@ -77,7 +77,8 @@ def accuracy(
     All arguments except `dy`, weights, and integers are moved to a location together, and then each argument alone. A
     location is left out if the data overflows there, or if values that an op must tell apart become equal.
 
-    All `cases`, pairs of an op and a case by name, form one program, which compiles faster than many.
+    `cases` maps names to pairs of a catalogue entry and one of its cases. All of them form one program, which compiles
+    faster than one program per case.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -100,7 +101,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function of all ops, from `{name: (values, cotangents)}` to `{name: {result: array}}`."""
+    """Return a compiled function of all ops. It maps `{name: (values, cotangents)}` to `{name: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
@@ -162,7 +163,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and their arguments, with axes (location, draw, ...)."""
+        """Return the locations whose data the dtype can hold, and one array per argument, `(location, draw, ...)`."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -195,9 +196,10 @@ class _Errors(NamedTuple):
 def _errors(dtype, actual, native, exact, by_formula):
     """Return the `_Errors` of a result at one location, or None if no element's exact value fits in the dtype.
 
-    `exact` and `by_formula` are the result in float64, computed in two ways. Their difference is added to the allowed
-    error. If autodiff loses many digits, some rows are correct only by chance. The median of the rows then replaces
-    the quantile `NEARLY_ALL`.
+    `actual` is the implementation's result, and `native` is autodiff's result in the same dtype. `exact` and
+    `by_formula` are the result in float64, computed in two ways. Their difference is added to the allowed error. If
+    autodiff loses many digits, some rows are correct only by chance. The median of the rows then replaces the quantile
+    `NEARLY_ALL`.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -18,8 +18,8 @@ LABELS = np.array([1, 3])
 class PublicFunction:
     """A function to check.
 
-    `arguments` has the shape and the kind of data, a key of `KINDS`, of each argument. `settings` are keyword arguments
-    of `jaxbp.verify.check`.
+    `arguments` has one pair per argument: its shape, and its kind of data, a key of `KINDS`. `settings` are keyword
+    arguments of `jaxbp.verify.check`.
     """
 
     name: str
@@ -95,7 +95,10 @@ def flash_attention(q, k, v, block=2):
 
 
 def selective_scan(x, delta, a, b, c):
-    """Compute Mamba's h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t, y_t = C_t · h_t in float32."""
+    """Compute Mamba's h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t, y_t = C_t · h_t in float32.
+
+    Here, Δ is softplus(delta), A is -a, B is b, and C is c.
+    """
     wide = [v.astype(jnp.float32) for v in (x, jax.nn.softplus(delta), b, c)]
 
     def step(h, of):

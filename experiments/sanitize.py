@@ -61,7 +61,7 @@ class Explained:
     op: str = ""
     kernel: str = ""
     text: str = ""
-    """The lines of a finding's text are joined by spaces."""
+    """Pattern for the lines of the text, joined by spaces."""
 
 
 EXPLAINED = (
@@ -180,7 +180,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Return the row of the first process that neither fails nor times out, or of the last of `attempts` processes."""
+    """Run at most `attempts` processes, until one neither fails nor times out. Return the last process's row."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):

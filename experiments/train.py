@@ -114,7 +114,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return process 0's state, number of completed epochs, and whether training is finished, in every process.
+    """Return process 0's `state`, `epochs_done`, and `is_done` in every process.
 
     Raise UserError if this process has other data or another model.
     """

@@ -222,7 +222,10 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of the setting `field` at an update: 0 until `hard_from`, then growing linearly."""
+        """Return the value of the setting `field` at an update.
+
+        It is 0 during the share `hard_from` of the updates, and then grows linearly.
+        """
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

@@ -38,7 +38,7 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells are wrong after the last tick, if this tick applies the best function of the neighborhoods.
+    """Return how many cells are wrong after the last tick, if this tick applies the best function of a neighborhood.
 
     The earlier ticks move values as drawn. If cells with equal neighborhoods have different targets, no function is
     right for all of them.
@@ -67,8 +67,10 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return the source of each channel's value in a tick: a channel, and a cell of the neighborhood in row-major
-    order."""
+    """For each channel, return the channel and the cell whose value it takes in a tick.
+
+    The cell is a row-major index into the 3 x 3 neighborhood.
+    """
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
@@ -93,14 +95,14 @@ def _sources(
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
     """Return whether a value that leaves the first channel returns to it after two ticks, via another channel.
 
-    Both ticks must move the value by one cell in the same diagonal direction.
+    `sources` is the result of `_sources`. Both ticks must move the value by one cell in the same diagonal direction.
     """
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the neighborhoods, (height, width, 9, channels)."""
+    """Return the state of every cell's 3 x 3 neighborhood, `(height, width, 9, channels)`."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)

@@ -103,7 +103,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the number, from 0, of an epoch's attempt. Each attempt trains from new initial parameters."""
+        """Return the index of an epoch's attempt. Each attempt trains from new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -188,7 +188,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return the config of a resumed run: `saved`, with `FIELDS_WITHOUT_EFFECT` and any higher `epochs` of `config`.
+    """Return `saved`, with the `FIELDS_WITHOUT_EFFECT` of `config`, and with the `epochs` of `config` if they are more.
 
     Raise UserError if another field differs.
     """

@@ -36,7 +36,7 @@ class GateConfig(ImageConfig):
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model, which takes bits and the keyword argument `hard`: whether its gates are hard."""
+        """Return the model. It takes bits and the keyword argument `hard`, which says whether its gates are hard."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

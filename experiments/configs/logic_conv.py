@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A network. Its numbers of kernels and its widths are multiples of k, the kernels of the first convolution."""
+    """The layers of a network. Kernels and widths are in units of k, the number of kernels in the first convolution."""
 
     convolutions: Sequence[LogicConvolution]
     widths: Sequence[int]

@@ -24,7 +24,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of draws until autodiff accepts one."""
+"""The largest number of cases that are drawn until autodiff accepts one."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:

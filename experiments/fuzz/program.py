@@ -53,7 +53,7 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw floats of a kind of `DATA`, and integers that are the same in every draw."""
+        """Draw the arguments of the op. Floats are of the given kind of `DATA`. Integers are the same in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -76,7 +76,8 @@ class Program:
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask of the valid labels. Every third label of the last axis is invalid."""
+        """Return a mask that is True at valid labels. If `invalid_labels`, every third label of the last axis is
+        invalid."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -127,7 +128,8 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        Convolutions get none, because they may be computed as products in which zeros meet these values.
+        It is False for convolutions, because a convolution may be computed as a product that multiplies these values by
+        zero.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

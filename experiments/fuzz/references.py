@@ -16,7 +16,10 @@ from jaxbp.common.windows import pool_windows
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
-    """Return the first value along the last axis that equals the extreme, or the first NaN."""
+    """Return the first value along the last axis that equals `extreme`, a maximum or minimum, or that is NaN.
+
+    Values where `inside` is False are left out.
+    """
     found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
     return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
 

@@ -72,7 +72,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the wanted values: `exact`, or the element of `ours` where another value is also accepted.
+    """Return the values with which `ours` is compared: `exact`, or `ours` itself where it is accepted anyway.
 
     `exact` has autodiff's results in float64. Where it is NaN, every value is accepted, because a better formula may
     give a number. Where the result may overflow (`HEADROOM`), infinity and NaN are accepted.

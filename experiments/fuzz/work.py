@@ -54,7 +54,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw of the task, and after each failure, also the code of a reduced case."""
+    """Yield one outcome per draw of the task, and after each failure, the outcome of a reduced case if there is one."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -74,7 +74,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state by channel and row, with eight hexadecimal digits per 32 cells of a row."""
+    """Encode a state in hexadecimal, one channel and row after another. Eight digits hold 32 cells of a row."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

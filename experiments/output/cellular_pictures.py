@@ -88,7 +88,7 @@ def picture(states: Bool[np.ndarray, "*ticks height width channels"], visible: i
 
 
 def strip(runs: Mapping[str, Bool[np.ndarray, "ticks height width channels"]], visible: int = 1) -> bytes:
-    """Return a PNG with one row per run, of frames at evenly spaced ticks."""
+    """Return a PNG with one row of frames per run, at evenly spaced ticks."""
     colours = ListedColormap([COLOURS[name] for name in PALETTES[visible]])
     figure = Figure(figsize=(1.4 * FRAMES, 1.75 * len(runs)), layout="constrained")
     grid = figure.subplots(len(runs), FRAMES, squeeze=False)

@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Return a table of each implementation's loss at some steps, and its largest distance from the reference."""
+    """Return a table of each implementation's loss at some steps, and its largest distance from `reference`'s loss."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())

@@ -79,7 +79,10 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return the names, or all known names if there are none. Raise UserError if a name is unknown."""
+    """Return `names`, or all known names if `names` is empty. Raise UserError if a name is unknown.
+
+    `what` and `wanted` are words of the error message.
+    """
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
@@ -111,7 +114,7 @@ def _in_words(error: OSError) -> str:
 
 
 def warn(message: str) -> None:
-    """Print a one-line warning on stderr, which says what is wrong, and how the command continues."""
+    """Print a one-line warning on stderr. `message` says what is wrong, and how the command continues."""
     _said(f"warning: {message}", 0)
 
 

@@ -49,7 +49,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return the value of the field `commit`."""
+    """Return Git's short hash, with `+` if tracked files differ from the commit. Return None if the hash is unknown."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:

@@ -77,7 +77,11 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield one row per workload and number of examples, with the microseconds of a step in the four settings."""
+    """Yield one row per workload and number of examples, with the microseconds of a step in four settings.
+
+    The settings are no mesh, a mesh of one GPU, a mesh of all GPUs, and a mesh of all GPUs with the options
+    `OVERLAPPING`.
+    """
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -146,7 +150,7 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 
 
 def communicated(program: str) -> dict[str, Any]:
-    """Count the collectives and jaxbp's kernels in a compiled program.
+    """Count the collectives and jaxbp's kernels in the text of a compiled program.
 
     Returns:
       A dict with the keys `collectives` (the number of each kind), `bytes` (the size of their results), `kernels`, and

@@ -223,7 +223,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return the leaves by path. The only leaf of an NNX variable, `value`, has the path of the variable."""
+    """Return a dict from paths to leaves. If `value` is a variable's only leaf, its path is the variable's path."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

@@ -14,7 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices of a run. By default, it is the largest that divides the batch size."""
+    """Return the number of devices of a run. By default, it is as large as possible, and divides the batch size."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
@@ -49,7 +49,7 @@ def shares(mesh: Mesh) -> NamedSharding:
 
 
 def shared(loss: Callable, mesh: Mesh) -> Callable:
-    """Return the function `loss(params, inputs, targets)`, with the examples of a batch divided among the devices.
+    """Return `loss(params, inputs, targets)` as a function that divides the examples of a batch among the devices.
 
     The parameters' gradients are summed over the devices in the dtype of the parameters. If XLA divided the work, it
     would sum in the dtype in which the model computes.

@@ -161,9 +161,10 @@ def _compiled(
 
 
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
-    """Return the model's parameters, and the function `loss(model, ...)` as a pure function `(params, ...)`.
+    """Return the model's parameters, and a pure function `(params, inputs, targets)` that computes the loss.
 
-    The model's other variables, such as wires, keep their initial values.
+    The given `loss` takes `(model, inputs, targets)`. The model's other variables, such as wires, keep their initial
+    values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)

@@ -33,7 +33,7 @@ TOKEN = "JAXBP_TOKEN"
 """The environment variable with the token. If it is not set, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits on the first line from another process."""
+"""Limits on the time and the size of the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
@@ -101,7 +101,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """A process with its connections: from process 0 to all others, or from another process to process 0."""
+    """A process with its connections. Process 0 is connected to all others, and every other process to process 0."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -199,8 +199,10 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Read the first line of a new connection. If its token is correct, put the connection, the process's number,
-    and the number of processes into the queue."""
+    """Read the first line of a new connection, and close the connection if its token is wrong.
+
+    Otherwise, put the connection, the process's number, and the number of processes into the queue `introduced`.
+    """
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -283,7 +285,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read exactly the next line. Raise OSError if it is too long or arrives too slowly."""
+    """Read the next line, and nothing after it. Raise OSError if the line is too long or arrives too slowly."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

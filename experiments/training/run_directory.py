@@ -123,7 +123,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Unlock the directory. If there is a checkpoint, raise BrokenRun instead of an error in `DISK_ERRORS`."""
+        """Unlock the directory. If the run has a checkpoint, raise BrokenRun instead of an OSError of `DISK_ERRORS`."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -148,8 +148,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the state to train from: the checkpoint's state if the run resumes, otherwise `initial`.
 
-        A new run gets a directory and the checkpoint of epoch 0. Raise BrokenRun if the checkpoint's arrays do not fit
-        `initial`, or if its checksum of the model's constants is not `constants`.
+        A new run gets a directory and the checkpoint of epoch 0. `constants` is the checksum of the model's constants.
+        Raise BrokenRun if the checkpoint's arrays do not fit `initial`, or if it has another checksum of the constants.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)

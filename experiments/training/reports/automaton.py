@@ -53,9 +53,9 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return the share of runs for each key, and lines to print.
+    """Run the hardened automaton from unseen start states. Return a dict of shares of these runs, and lines to print.
 
-    Training uses `config.steps` ticks. In every cell, the visible channels must equal the pattern:
+    Training uses `config.steps` ticks. Each key says when the visible channels must equal the pattern in every cell:
 
     right   at tick `steps`
     stands  at every tick from `steps + 1` to `4 * steps`

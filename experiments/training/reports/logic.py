@@ -47,9 +47,10 @@ def write_report(
     lines: Sequence[str],
     verilog: bool = True,
 ) -> str:
-    """Write a picture of the gates of `circuit`, and the code of `evaluated`, an equal and possibly simplified circuit.
+    """Write a picture of the gates of `circuit`, and the code of `evaluated`. Return lines to print.
 
-    Return lines to print: accuracies, `lines`, and the speed of `evaluated`.
+    `evaluated` computes the same results as `circuit`, and may be simplified. The lines have accuracies, `lines`, and
+    the speed of `evaluated`.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
