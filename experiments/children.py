@@ -24,7 +24,7 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      death: None if the task ended; otherwise how its process died: "SIGABRT", "exit code 1" or "no answer in 9 s".
+      death: None if the task ended. Otherwise, how its process died: "SIGABRT", "exit code 1", or "no answer in 9 s".
       said: the last text that the process wrote to stderr, if it died.
     """
 
@@ -39,8 +39,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work(task)` yields the results of a task, and is a function at the top level of a module. A process is killed if it
-    yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
+    `work` is a function at the top level of a module. `work(task)` yields the results of a task. A process is killed if
+    it yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
     """
     share_gpus()
     children, order = [], collections.deque()

@@ -34,7 +34,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
 def both_products(ours: Row | None, theirs: Row | None) -> str:
     """Return "A / B", the precisions of the matrix products in two rows. Equal precisions are named once.
 
-    Without products, the result is "".
+    If neither row has products, the result is "".
     """
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 

@@ -123,7 +123,10 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report. The time limit starts at `started`, in seconds of `time.monotonic`."""
+    """Time the workloads and return the report.
+
+    The time limit starts at `started`, in seconds of `time.monotonic`.
+    """
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]

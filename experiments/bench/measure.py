@@ -52,7 +52,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function for arguments or their shapes. Return a future of the executable."""
+        """Start to compile a function. `arguments` are arrays or their shapes. Return a future of the executable."""
         try:
             # Tracing and lowering depend on JAX's settings for this thread, so only `compile` runs in the pool.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)

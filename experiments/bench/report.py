@@ -15,7 +15,7 @@ HOST_BOUND = 0.05
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return the device, dtypes, precisions, and versions, and on a second line the rates of a GPU."""
+    """Return the device, dtypes, precisions, and versions. On a GPU, a second line has its measured rates."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
     where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
     if "operations_per_second" not in report:

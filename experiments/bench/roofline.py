@@ -54,9 +54,9 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline in seconds of one call in a program that touches `working_set` bytes.
+    """Return the roofline in seconds of one call, in a program that touches `working_set` bytes.
 
-    `rates` is the result of `measured_rates`.
+    `cost` is the cost of the call. `rates` is the result of `measured_rates`.
     """
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)

@@ -263,7 +263,8 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
     """Return the rows with an added field `speedup_over_autodiff`.
 
-    The speedup is over the fastest row of the same workload and batch size whose implementation starts with "autodiff".
+    The speedup is over the fastest autodiff row of the same workload and batch size. The implementation of an autodiff
+    row starts with "autodiff".
     """
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731

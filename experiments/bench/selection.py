@@ -21,8 +21,7 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that the cases name. With `batch_last`, return only ops, and move their batch axis to the
-    end.
+    """Return the workloads that the cases name. With `batch_last`, return only ops, and move the batch axis to the end.
 
     Args:
       cases: each is "all", "ops", or the name of an op or a training step, with or without a size, as in

@@ -220,9 +220,9 @@ TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """Return a training step of the automaton `CHECKERBOARD`, whose loss is computed after `TICKS` ticks.
+    """Return a training step of the automaton `CHECKERBOARD`. Its loss is computed after `TICKS` ticks.
 
-    The workload's `function` also accepts a rollout `(logits, automaton, state, steps) -> state` as the implementation.
+    The implementation may also be a function `(logits, automaton, state, steps) -> state` that computes a rollout.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()

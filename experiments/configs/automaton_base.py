@@ -53,13 +53,13 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""Training with a growing share of hard gates."""
+"""Settings for training with a growing share of hard gates."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""Training that rounds a tenth of the state's values to 0 or 1 before each tick."""
+"""Settings for training that rounds a tenth of the state's values to 0 or 1 before each tick."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts at training on a small grid, each with new initial gates."""
+"""Settings for many short attempts at training on a small grid, each with new initial gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Training with weight decay, which keeps gates from becoming almost hard, so that they continue to learn."""
+"""Settings for training with weight decay. It keeps gates from becoming almost hard, so that they continue to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,10 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return how many cells are wrong after the last tick, if this tick applies the best function of a neighborhood.
+    """Return the least possible number of wrong cells after the last tick.
 
-    The earlier ticks move values as drawn. If cells with equal neighborhoods have different targets, no function is
-    right for all of them.
+    The earlier ticks move values as drawn. The last tick may apply any function of a cell's 3 x 3 neighborhood. If
+    cells with equal neighborhoods have different targets, no function is right for all of them.
 
     Args:
       start: the start state, (height, width, channels).

@@ -161,7 +161,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Return the config from which `to_dict` made `saved`. Fields that an older version lacked get their defaults."""
+    """Return the config whose settings `to_dict` saved. A field that an older version lacked gets its default."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")

@@ -28,7 +28,7 @@ MOST_DRAWS = 30
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options, or the small case if the op accepts none of `MOST_DRAWS` draws."""
+    """Return a case with random shapes and options, or the small case if the op accepts none of `MOST_DRAWS` cases."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)

@@ -76,8 +76,7 @@ class Program:
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that is True at valid labels. If `invalid_labels`, every third label of the last axis is
-        invalid."""
+        """Return a mask that is True at valid labels. If `invalid_labels`, every third label of a row is invalid."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)

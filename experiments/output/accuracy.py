@@ -72,7 +72,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure the errors at all locations. If an error is too large, replace it by an error from more draws."""
+    """Measure the errors at all locations. If an error is too large, measure it again with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):

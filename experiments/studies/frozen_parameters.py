@@ -86,7 +86,7 @@ class _Normal:
 
 
 def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
-    """Return the sum of dy times y in float32, where y is the result of the last block."""
+    """Return the sum of dy * y in float32, where y is the result of the last block."""
     linear = functools.partial(jaxbp.linear, implementation=implementation)
 
     def adapted(h, parameters, adapter):

@@ -61,7 +61,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each array, by its path. The arrays are not read."""
+        """Dict from the path of each array to its shape and dtype. The arrays are not read."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -139,7 +139,7 @@ def _silent_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield an absolute path to the folder in a form that Orbax accepts: a symbolic link if necessary.
+    """Yield an absolute path to the folder. If Orbax does not accept this path, yield a symbolic link to the folder.
 
     Orbax fails if a path has a `[`, a backslash, or a name that is not UTF-8.
     """
@@ -197,7 +197,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Return the state from which `to_arrays` made the arrays, with the structure of `like`.
+    """Return the arrays as a state with the structure of `like`. This inverts `to_arrays`.
 
     Raise BrokenRun, as in `check_like`, if the arrays do not fit `like`.
     """

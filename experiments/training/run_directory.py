@@ -45,7 +45,8 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raise UserError if it holds no run, or a run of an unknown experiment, and BrokenRun if every checkpoint is corrupt.
+    Raise UserError if the directory holds no run, or a run of an unknown experiment. Raise BrokenRun if every
+    checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):

@@ -66,8 +66,8 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    In the mode `COMPILED_STEP`, PyTorch's compiler captures CUDA graphs, whose memory PyTorch does not count. The
-    result then has no temporary memory.
+    In the mode `COMPILED_STEP`, temporary memory is not measured. PyTorch's compiler then captures CUDA graphs, and
+    PyTorch does not count their memory.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does

@@ -11,8 +11,7 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Return the positions that the first level's gates read. Element 0 has their inputs a, and element 1 their inputs
-    b.
+    """Return the positions that the first level's gates read. Element 0 has the inputs a, and element 1 the inputs b.
 
     A position is (channel, row, column) in `leaves`, and (row, column, channel) in the result.
     """
