@@ -61,7 +61,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The distance `(rows, columns)` in the image from the pool window's first position to each position."""
+        """The offset `(rows, columns)` in the image of each position in a pool window from its first position."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property

@@ -202,9 +202,10 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Return the netlist, sorted by the first block of outputs that depends on each gate, and then by group.
+        """Return the netlist with its gates sorted by the first block of outputs that depends on a gate, and then by
+        group.
 
-        The number of blocks is chosen so that the values of one block's gates should fit into the CPU's cache.
+        The outputs are divided into blocks so that the values of one block's gates should fit into the CPU's cache.
         """
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)

@@ -155,7 +155,7 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the row of a kernel's memory that holds each number from perception.
+    """For each number from perception, return the row of a kernel's memory that holds this number.
 
     The numbers are in the order (channel, bit, kernel), in which the first update layer reads them. The rows are in the
     order (bit, kernel, channel), and are counted from 0.

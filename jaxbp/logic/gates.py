@@ -165,7 +165,10 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates that compute, on bits, exactly the functions `gates`. `harden` is the inverse."""
+    """Return parameters of gates whose functions have the numbers `gates`. This function inverts `harden`.
+
+    For inputs 0 and 1, the gates compute these functions exactly.
+    """
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 

@@ -55,8 +55,7 @@ class Wires(ByContent):
 
     @property
     def turns(self) -> np.ndarray:
-        """An array `(2, gates)` on the host: each gate's position in the list of its input's consumers, for inputs a
-        and b."""
+        """An array `(2, gates)`: each gate's position among the consumers of its input a (row 0) and b (row 1)."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))

@@ -76,7 +76,7 @@ class Differences:
     def _results(self, values, count, indices, numbers):
         """Return the results at the first `count` points, one row per point.
 
-        The arguments at point k are `values`, except for the number `numbers[k]` at index `indices[k]` of all elements.
+        The arguments at point k are `values`, with `numbers[k]` at index `indices[k]` of the concatenated arguments.
         """
 
         def results(index, number):
@@ -105,7 +105,7 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the expected gradient, and two masks: of elements whose slopes contradict autodiff, and confirm autodiff.
+    """Return the expected gradient, and masks of the elements at which slopes contradict and confirm `autodiff`.
 
     For the conditions, see "What a gradient is compared with" in docs/numerics.md. The expected gradient of a
     contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient. Elements at

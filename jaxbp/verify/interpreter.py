@@ -61,7 +61,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Evaluate a call, a loop, a branch, or a `shard_map`, with the rule applied to its inner equations.
+    """Return the results of a call, loop, branch, or `shard_map`, with the rule applied to its inner equations.
 
     For any other equation, return None. `rule` and `constant` are as in `evaluate`. If the value of a condition is a
     pytree, its first array decides.
@@ -142,7 +142,8 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. JAX 0.12 has both in a tree."""
+    """Return the number of constants and the number of carried values of a scan. In JAX 0.12, `params` has a tree of
+    both."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -250,7 +250,7 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return, for each k, the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
+        """For each k, return the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
 
         The interval from `values` to the end is halved `halvings` times. Each time, the half in which the element
         changes more is kept. A smooth change shrinks with the interval, so the change over the last interval is the
