@@ -176,7 +176,7 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton without the gates that never affect the first `visible` channels.
+        """Return an automaton with only the gates that affect the first `visible` channels, at once or at a later tick.
 
         A channel that never affects these channels keeps its state.
 
@@ -204,7 +204,7 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after one tick. Only cells where `fires` is true update; by default, all do.
+        """Return the state after one tick. Only cells where `fires` is true update; by default, all cells update.
 
         Raises:
           ValueError: the state or `fires` is not boolean or has a wrong shape.
@@ -227,7 +227,7 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after `ticks` ticks, in each of which a cell updates with probability `fire_rate`.
+        """Return the state after `ticks` ticks. At each tick, each cell updates with probability `fire_rate`.
 
         Raises:
           ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not a
@@ -298,7 +298,7 @@ class CellularCircuit:
         )
 
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
-        """Return two Verilog modules: `{name}_cell`, the circuit of one cell, and the grid of cells with registers.
+        """Return two Verilog modules: the circuit of one cell, `{name}_cell`, and the grid with registers, `{name}`.
 
         At a rising edge of the grid's `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if
         `enable` is 1. Channel ch of the cell in row r and column c is bit `(r * width + c) * channels + ch` of `state`.
@@ -319,7 +319,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack 64 cells of a row into one word, lowest bit first. Bits after the last column are 0."""
+    """Pack 64 neighboring cells of a row into one word, the first cell in the lowest bit. Unused bits are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -327,10 +327,10 @@ def pack_grid(
 
 
 def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """Invert `pack_grid`.
+    """Return the state that `pack_grid` packed into `words`, with `width` columns: `(batch, height, width, channels)`.
 
     Raises:
-      ValueError: the width exceeds the columns in the words.
+      ValueError: the width is below 0, or exceeds the number of bits in the words of one row.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
         wanted = f"at most {WORD * words.shape[-1]}, the number of bits in the words of one row"
@@ -340,7 +340,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of all cells' circuits, `(9 * channels, batch, height, words)`."""
+    """Return the inputs of each cell's circuit, packed like the state x, `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

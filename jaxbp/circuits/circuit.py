@@ -23,7 +23,8 @@ WORD_BITS = 32
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
-    """Pack samples into words: bit k of word w is sample 32 w + k. The last word is padded with zeros.
+    """Pack the samples of each feature into words. Bit k of word w is sample 32 w + k. The last word is padded with
+    zeros.
 
     Raises:
       ValueError: the bits are not a matrix, or not all 0 or 1.
@@ -39,7 +40,7 @@ def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, 
 
 
 def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bool[np.ndarray, "samples features"]:
-    """Invert `pack_bits`.
+    """Return the first `samples` samples that `pack_bits` packed into `words`.
 
     Raises:
       ValueError: the words are not a matrix, or contain fewer than `samples` samples.
@@ -73,13 +74,17 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
     """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
 
-    `gates` is as `jaxbp.harden` returns it. The result is a NumPy or JAX array like x.
+    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. The result is a NumPy array if x is a
+    NumPy array, else a JAX array.
     """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Evaluate gates on words. The leading axes of the inputs a and b are the axes of `gates`."""
+    """Return the outputs of gates for their inputs a and b, which are words.
+
+    `gates` has the number of each gate's function. Its axes are the leading axes of a, b, and the result.
+    """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
     return c0 ^ (c1 & a) ^ ((c2 ^ (c3 & a)) & b)
@@ -98,13 +103,13 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates. A layer has the numbers of its gates' functions and its wires, on the host."""
+    """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions (NumPy), and its wires."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
-        """Make a circuit from the `(gates, wires)` of each layer, with gates as `jaxbp.harden` returns them.
+        """Make a circuit from the pair `(gates, wires)` of each layer, with `gates` as `jaxbp.harden` returns it.
 
         Raises:
           ValueError: there are no layers; a gate's function is not from 0 to 15; or sizes do not match.
@@ -140,7 +145,7 @@ class Circuit(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs for samples packed by `pack_bits`, also within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -148,7 +153,7 @@ class Circuit(ByContent):
         return x
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each function in each layer, `(layers, 16)`."""
+        """Return the number of gates with each function in each layer, `(layers, 16)`."""
         return np.stack([np.bincount(gates, minlength=GATES) for gates, _ in self.layers])
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
@@ -174,7 +179,7 @@ class Circuit(ByContent):
         return c_of_tables(name, self.inputs, 2 * rows, tables, range(self.outputs), source * rows, classes)
 
     def to_verilog(self, name: str = "circuit") -> str:
-        """Return a combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`."""
         check_verilog("Circuit", name)
         lines, source = [], "x"
         for i, (gates, wires) in enumerate(self.layers):

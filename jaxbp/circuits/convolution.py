@@ -56,22 +56,22 @@ class Convolution(ByContent):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distance in the input image between neighboring windows of the pool."""
+        """The distances, in rows and in columns of the image, between neighboring windows of the pool."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offset (rows, columns) in the image of each position in a window of the pool."""
+        """The offset `(rows, columns)` in the image of each position in a pool window from its first position."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates of the pools and of one copy of the kernels per position."""
+        """The number of gates if each position has a copy of the kernels, plus the gates of the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return all kernels as one netlist that reads a flattened window."""
+        """Return one netlist of all kernels. Its inputs are the elements of one window in row-major order."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -81,9 +81,10 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the values of the roots, `(kernels, ...)`, given the values of the leaves, `(kernels, leaves, ...)`.
+        """Return the output of each kernel's root, `(kernels, ...)`, given the values of its leaves,
+        `(kernels, leaves, ...)`.
 
-        `of_gates(functions, a, b)` computes the values of gates.
+        `of_gates(functions, a, b)` returns the outputs of gates, given the numbers of their functions and their inputs.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -92,11 +93,11 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return chosen elements of all windows that the kernels read in the padded image x.
+        """Return the chosen elements of each window of the padded image x.
 
-        `places` has the channels, rows, and columns of the chosen elements in a window, as three arrays of one shape.
-        The result has one array `(*shape, rows, columns, ...)` per position in the pool's window, with the rows and
-        columns of the pooled image.
+        `places` has three arrays of one shape: the channels, rows, and columns of the chosen elements within a window.
+        The result has one array `(*shape, rows, columns, ...)` per position in a window of the pool. Its axes `rows`
+        and `columns` are the axes of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -111,8 +112,7 @@ class Convolution(ByContent):
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
         """Add to `gates` one copy of `kernels` per position of the convolution, and the gates of the or-pool.
 
-        x has the source (see `Netlist`) of each bit of the image, and the result the source of each bit of the pooled
-        image.
+        x has the source (see `Netlist`) of each bit of the image. Return the source of each bit of the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

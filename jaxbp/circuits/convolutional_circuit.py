@@ -26,7 +26,8 @@ WORDS_AT_A_TIME = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvolutionalCircuit(ByContent):
-    """Convolutions of hardened gates, followed by layers of gates, which are the circuit `head`.
+    """Convolutions of hardened gates, followed by layers of gates. The layers form the circuit `head`, which may be
+    None.
 
     Images `(channels, height, width)` are flattened in row-major order.
     """
@@ -41,12 +42,13 @@ class ConvolutionalCircuit(ByContent):
         convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
         layers: Iterable[tuple[ArrayLike, Wires]] = (),
     ) -> "ConvolutionalCircuit":
-        """Make a circuit from hardened gates, as `jaxbp.harden` returns them, and wires.
+        """Make a circuit from the hardened gates and the wires of each convolution and each layer.
 
         Args:
           shape: channels, height, and width of an input.
-          convolutions: for each convolution, the gates `(kernels, gates)`, the wires, and the options `stride`,
-            `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is no pool.
+          convolutions: for each convolution, the gates `(kernels, gates)` as `jaxbp.harden` returns them, the wires,
+            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is
+            no pool.
           layers: as in `jaxbp.Circuit.of`.
 
         Raises:
@@ -100,13 +102,15 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if each position has a copy of the kernels, plus the gates of the pools."""
+        """The number of gates, with one copy of the kernels per position, and with the gates of the pools."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each function in each convolution and layer, `(layers, 16)`. A convolution's gates count
-        once, not once per position."""
+        """Return the number of gates with each function in each convolution and layer, `(layers, 16)`.
+
+        A convolution's gates count once, not once per position.
+        """
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
@@ -124,7 +128,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the outputs for samples packed by `pack_bits`, also within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -143,7 +147,7 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return the gates of all positions, pools, and layers, with simplified kernels and layers.
+        """Return one netlist: one copy of the simplified kernels per position, the pools, and the simplified layers.
 
         `Netlist.simplify` of the result simplifies further, but takes long for many gates.
         """
@@ -219,12 +223,12 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory of an image in the C code. A memory row holds one element of the image for all samples of a block.
+    """The memory of an image in the C code. Each row of memory holds one element of the image for a block of samples.
 
     Attributes:
-      first: the image's first memory row.
+      first: the image's first row of memory.
       shape: the image's shape with padding.
-      corner: the padding above the image and to its left.
+      corner: the numbers of padded rows above the image and of padded columns to its left.
     """
 
     first: int
@@ -232,7 +236,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the memory row, counted from `first`, of each element of the image without padding."""
+        """Return the row of memory, counted from `first`, of each element of the image. `shape` excludes padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -260,7 +264,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return the C function of the i-th convolution, from the image `source` to the pooled image `target`."""
+    """Return the C function of the i-th convolution. It reads the image `source` and writes the pooled `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]

@@ -39,7 +39,7 @@ class Netlist(ByContent):
       gates: the function of each gate, 0 to 15.
       a, b: the sources that each gate reads.
       results: the source of each output.
-      groups: the beginning and end of each group of gates with the same depth and function.
+      groups: the range `(begin, end)` of indices of each group of gates with the same depth and function.
     """
 
     inputs: int
@@ -80,7 +80,8 @@ class Netlist(ByContent):
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Sort the gates by `keys`, the last of which is most significant. Gates with equal keys form a group."""
+        """Make a netlist with the gates sorted by the arrays `keys`, as in `np.lexsort`. Gates with equal keys form a
+        group."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -116,7 +117,10 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs for packed samples, in words of any unsigned type, as a NumPy or JAX array like x."""
+        """Return the outputs for packed samples. The words may have any unsigned type.
+
+        The result is a NumPy array if x is a NumPy array, else a JAX array.
+        """
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -135,7 +139,7 @@ class Netlist(ByContent):
         return values[self.results]
 
     def histogram(self) -> np.ndarray:
-        """Count the gates with each function, `(16,)`."""
+        """Return the number of gates with each function, `(16,)`."""
         return np.bincount(self.gates, minlength=GATES)
 
     def simplify(self) -> "Netlist":
@@ -154,7 +158,7 @@ class Netlist(ByContent):
         return builder.netlist([literals[source] for source in self.results.tolist()])
 
     def cones(self) -> list[list[int]]:
-        """Return, for each output, the gates on which it depends, in topological order."""
+        """Return, for each output, the indices of the gates on which it depends, in topological order."""
         cones = []
         for result in self.results.tolist():
             cone, found = set(), [result - self.inputs]
@@ -167,7 +171,8 @@ class Netlist(ByContent):
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return an expression for each gate, given the names of all sources and the constants."""
+        """Return one expression per gate. `names` has the name of each source, and `zero` and `one` are the two
+        constants."""
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
@@ -183,9 +188,9 @@ class Netlist(ByContent):
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return the gates as C tables, the row of each output, and the number of rows.
+        """Return one `Table` per group of gates, the row of memory of each output, and the number of rows.
 
-        Rows are as in `Table`. The inputs begin at row `first`. The rows of the outputs are counted from it.
+        The inputs begin at row `first`. The rows of the outputs are counted from row `first`.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -197,7 +202,11 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates of each group by the first output that depends on them, for the CPU's cache."""
+        """Return the netlist with its gates sorted by the first block of outputs that depends on a gate, and then by
+        group.
+
+        The outputs are divided into blocks so that the values of one block's gates should fit into the CPU's cache.
+        """
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -209,7 +218,7 @@ class Netlist(ByContent):
         return Netlist._sorted(self.inputs, self.gates, self.a, self.b, self.results, keys)
 
     def to_verilog(self, name: str = "circuit") -> str:
-        """Return a combinational Verilog module, from `input [inputs-1:0] x` to `output [outputs-1:0] y`."""
+        """Return a combinational Verilog module with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`."""
         check_verilog("Netlist", name)
         names = [f"x[{i}]" for i in range(self.inputs)] + [f"gate{g}" for g in range(len(self))]
         expressions = self.expressions(names, "1'b0", "1'b1")
@@ -218,7 +227,8 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return the memory row of each source, and the number of rows. Rows are reused after their last use."""
+        """Return the row of memory of each source, and the number of rows. A row is reused after the last gate that
+        reads it."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -243,7 +253,10 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with these functions and sources, and return the sources that they are. The arrays broadcast."""
+        """Add gates with the functions `gates` that read the sources a and b. The three arrays broadcast.
+
+        Return the new gates' numbers as sources (see `Netlist`).
+        """
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
@@ -252,7 +265,8 @@ class GateList:
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
         """Add one copy of a netlist's gates per index of the axes `places`.
 
-        `inputs` has the sources of each copy's inputs. Return the sources of the copies' outputs, `(*places, outputs)`.
+        `inputs` has the sources that each copy reads. Return the sources that are the copies' outputs,
+        `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -268,9 +282,9 @@ class GateList:
 class _Builder:
     """Builds a simplified netlist from gates in a normal form.
 
-    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A literal is a node or
-    its inversion, as a number: `2 node` is the node, and `2 node + 1` is the inversion. A gate in normal form reads two
-    nodes, the lower number first. It depends on both nodes, and is 0 if both nodes are 0.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A literal is a number
+    for a node or its inversion. `2 node` is the node, and `2 node + 1` is the inversion. A gate in normal form reads
+    two nodes, the lower number first. It depends on both nodes, and is 0 if both nodes are 0.
     """
 
     def __init__(self, inputs: int):
@@ -284,7 +298,8 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return a literal that equals `function` of the literals a and b. If no node gives one, add a gate."""
+        """Return a literal that equals `function` of the literals a and b. Add a gate if no node and no inversion
+        equals it."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace both nodes, or one, by the nodes that they read, if at most two nodes remain.
@@ -307,7 +322,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the truth table of a literal as a function of the nodes `first` and `second`."""
+        """Return the truth table, from 0 to 15, of a literal as a function of the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -324,7 +339,10 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's leaves and truth table, or None if there are too many leaves."""
+        """Return a gate's leaves and its truth table, or None if there are more than `TABULATED_LEAVES` leaves.
+
+        The leaves are the nodes that are the variables of the truth table.
+        """
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -340,7 +358,8 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist whose outputs are these literals. A gate is inverted if only its inversion is an output."""
+        """Return a netlist with one output per literal. A gate becomes its inversion if only the inversion is an
+        output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

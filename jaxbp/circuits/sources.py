@@ -97,7 +97,7 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not one of `words`. With `C_WORDS`, also refuse reserved forms such as `x_t`."""
+    """Require an identifier that is not in `words`. With `C_WORDS`, also refuse reserved forms such as `x_t`."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
@@ -248,12 +248,14 @@ int ${name}_classify(const uint8_t *bits) {
 
 
 class Table(NamedTuple):
-    """Gates with the same function, none of which reads another. A row is memory for one value in a block of samples.
+    """Gates with the same function. No gate reads another gate of the table.
+
+    A row is memory for one value, such as a gate's result, in each sample of a block.
 
     Attributes:
       function: the number of the function, from 0 to 15.
-      gates: the row of each gate's result, counted from row `writes`, and the rows of its two sources, counted from row
-        `reads`: `(gates, 3)`.
+      gates: three rows per gate, `(gates, 3)`. The row of the gate's result is counted from row `writes`, and the rows
+        of its two sources are counted from row `reads`.
     """
 
     function: int
@@ -263,7 +265,8 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function `(const uint32_t *x, uint32_t *y)`. The arguments point to the rows `reads` and `writes`."""
+    """A C function with the parameters `(const uint32_t *x, uint32_t *y)`, which point to the rows `reads` and
+    `writes`."""
 
     function: str
     reads: int
@@ -283,7 +286,7 @@ def c_of_tables(
     """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table.
 
     Args:
-      rows: the number of rows. The inputs come first. The other rows are initially 0.
+      rows: the number of rows of memory (see `Table`). The first rows hold the inputs, and the others are initially 0.
       outputs: the row of each output, counted from row `last`.
       classes: as in `Circuit.to_c`.
     """

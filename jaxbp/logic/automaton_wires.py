@@ -36,8 +36,8 @@ class Automaton(ByContent):
 
     Attributes:
       perception, update: the wires of each layer. The first perception layer reads the nine cells in row-major order.
-      order: two rows. The first has the gates of each update layer in an order in which neighboring lanes of a GPU
-        kernel read different banks of shared memory. The second has the position of each gate in this order.
+      order: an array of two rows. Row 0 lists the gates of each update layer, in an order in which neighboring lanes of
+        a GPU kernel read different banks of shared memory. Row 1 has the position of each gate in this order.
       periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
@@ -57,7 +57,7 @@ class Automaton(ByContent):
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """The part of `order` for each update layer."""
+        """One array per update layer: the columns of `order` for the layer's gates."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
@@ -76,11 +76,12 @@ class Automaton(ByContent):
         periodic: bool,
         seed: int,
     ) -> "Automaton":
-        """Make random wires as published: `Wires.moore` in the first perception layer, and `Wires.unique` elsewhere.
+        """Make an automaton with random wires, as published: `Wires.moore` in perception layer 0, and `Wires.unique`
+        elsewhere.
 
         Args:
-          perception_widths: the number of gates in each layer of a perception circuit, first 8.
-          update_widths: the number of gates in each update layer, last `channels`.
+          perception_widths: the number of gates in each layer of a perception circuit. The first number is 8.
+          update_widths: the number of gates in each update layer. The last number is `channels`.
 
         Raises:
           ValueError: an argument is below 1, a width is wrong, or `Wires.unique` cannot make a layer.
@@ -154,15 +155,16 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the row of each number from perception, in the order in which the first update layer reads the numbers.
+    """For each number from perception, return the row of a kernel's memory that holds this number.
 
-    The update layer reads in the order channel, bit, kernel. Rows are in the order bit, kernel, channel.
+    The numbers are in the order (channel, bit, kernel), in which the first update layer reads them. The rows are in the
+    order (bit, kernel, channel), and are counted from 0.
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return `Automaton.order`. If `jax.jit` traces the wires, the gates keep their order."""
+    """Return `Automaton.order`. If `jax.jit` traces the wires, each gate keeps its position."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:

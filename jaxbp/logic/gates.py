@@ -41,7 +41,7 @@ TINY = 1e-20
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the 16 relaxed functions of a and b, in the order of their numbers."""
+    """Return the values at (a, b) of the 16 relaxed functions, in the order of the functions' numbers."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -52,7 +52,7 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the coefficients of each gate, `softmax(logits) COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
+    """Return the coefficients c0 to c3 of each gate, `softmax(logits) COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
     return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
 
 
@@ -71,9 +71,9 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients of each gate, `sigmoid(M parameters) INTERPOLATION`: `(gates, 4) -> (gates, 4)`.
+    """Return the coefficients c0 to c3 of each gate, `sigmoid(M parameters) INTERPOLATION`: `(gates, 4) -> (gates, 4)`.
 
-    For the matrix M, see `BASES`.
+    `BASES` has the matrix M of each parametrization.
     """
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
@@ -165,7 +165,10 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates that compute exactly the given functions on bits: the inverse of `harden`."""
+    """Return parameters of gates whose functions have the numbers `gates`. This function inverts `harden`.
+
+    For inputs 0 and 1, the gates compute these functions exactly.
+    """
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 
@@ -201,7 +204,8 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return "softmax" logits that harden the gates where `hard` is true, but keep the gradients of relaxed gates.
+    """Return "softmax" logits. Where `hard` is true, the gates become hardened gates with the gradients of relaxed
+    gates.
 
     The logits give a gate the coefficients `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are
     the coefficients of the relaxed gate, and h the coefficients of its most probable function.
@@ -230,7 +234,8 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return one score per class: the sum of a group of neighboring inputs, divided by tau. All groups have equal size.
+    """Return one score per group of neighboring inputs: the sum of the group, divided by tau. All groups have equal
+    size.
 
     Raises:
       TypeError: x is not floating.

@@ -29,8 +29,8 @@ class TreeWires(ByContent):
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.
       readers: the numbers of the leaves, sorted by the channel that they read. Leaf l of kernel k has the number
         `k 2^depth + l`.
-      reader_offsets: the index in `readers` at which each channel begins, and the length of `readers`.
-      window: height and width.
+      reader_offsets: for each channel, the index in `readers` of its first leaf, followed by the length of `readers`.
+      window: the height and width of the window.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
@@ -106,7 +106,7 @@ class TreeWires(ByContent):
         channels_per_kernel: int = 2,
         seed: int,
     ) -> "TreeWires":
-        """Make random trees, each of which reads `channels_per_kernel` channels, or all if there are fewer.
+        """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
         The numbers of kernels that read each channel differ by at most one. Within a kernel, the numbers of leaves that
         read each of the kernel's channels differ by at most one. A kernel reads a position of a channel twice only if
@@ -139,7 +139,7 @@ def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by up to one."""
+    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by at most one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:

@@ -55,7 +55,7 @@ class Wires(ByContent):
 
     @property
     def turns(self) -> np.ndarray:
-        """Each gate's positions among the consumers of its inputs a and b, `(2, gates)`, on the host."""
+        """An array `(2, gates)`: each gate's position among the consumers of its input a (row 0) and b (row 1)."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -169,11 +169,11 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which the trail leaves inputs, and the inputs in the order of the trail.
+    """Return the consumers through which the trail leaves inputs, and the inputs in the order of their first visit.
 
-    The trail consists of walks in the graph with inputs as nodes and gates as edges. A gate is free if no walk has
-    taken it. A walk takes free gates until it reaches an input without a free gate. The next walk begins at the lowest
-    input that still has a free gate.
+    The trail consists of walks in a graph whose nodes are the inputs and whose edges are the gates. A gate is free if
+    no walk has taken it. A walk takes free gates until it reaches an input without a free gate. The next walk begins at
+    the lowest input that still has a free gate.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}

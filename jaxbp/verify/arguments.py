@@ -40,7 +40,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices of the floating leaves in the arguments `argnums`, or in all arguments if it is None."""
+        """Return the indices in `leaves` of the floating arrays of the arguments `argnums`, where None means all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -56,7 +56,10 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` from floating arrays to floating results, with other arrays fixed."""
+        """Return `function` as a function of the floating arrays only. The other arrays are fixed.
+
+        The returned function returns the list of floating results.
+        """
 
         def call(*values):
             values = iter(values)
@@ -89,10 +92,10 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function`, with `implementation=None` bound if `implementation` has another meaning than in jaxbp.
+    """Return `function`, or bind `implementation=None` if this argument has another meaning than in jaxbp.
 
-    It has another meaning if `implementation="autodiff"` raises an error other than `NotImplementedError`, and None
-    raises no error.
+    It has another meaning if `implementation="autodiff"` raises an error other than `NotImplementedError`, but
+    `implementation=None` raises no error.
     """
     if not takes_implementation(function):
         return function

@@ -31,7 +31,7 @@ HOST_BOUND = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`, with the reference first."""
+    """The findings of `compare`. The first element of `measured` belongs to the reference."""
 
     function: str
     device: str
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or from JSON, where None may stand for an infinite number."""
+        """Rebuild a comparison from the dict of `dataclasses.asdict` or from its JSON. None may stand for infinity."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -170,7 +170,7 @@ def compare(
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
-      argnums: the arguments to differentiate with respect to; by default all floating ones.
+      argnums: the arguments to differentiate with respect to; by default all floating arrays.
       second_order: whether to compute the Hessian's product with a direction.
       seconds: the least duration of a round of timing.
 

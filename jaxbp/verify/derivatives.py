@@ -14,7 +14,7 @@ Arrays = Sequence[np.ndarray]
 
 
 def value_and_gradients(function: Function) -> Callable:
-    """Return `(values, cotangents) -> (results, gradients)`."""
+    """Return a function that maps `(values, cotangents)` to the results and the gradients of `function(*values)`."""
 
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)
@@ -24,7 +24,7 @@ def value_and_gradients(function: Function) -> Callable:
 
 
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
-    """Return `(values, cotangents, directions) -> derivative`.
+    """Return a function of `(values, cotangents, directions)` that computes a derivative of `function(*values)`.
 
     The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along `order - 1`
     directions. The square makes the cotangent, `dy = c (1 + y)`, depend on y, so that the backward is differentiated
@@ -54,7 +54,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
 
 class Derivatives:
-    """The results of a function, its gradients, and the derivatives of the gradients. Each is compiled on first use.
+    """The results, the gradients, and the higher derivatives of a function. Each program is compiled at its first use.
 
     To differentiate the gradients, `modes` are tried in turn: False is forward mode, and True is reverse mode.
     """
@@ -70,13 +70,16 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results (order 0), the gradients (order 1), or the result of `derivative`."""
+        """Return the results (order 0), the gradients (order 1), or the result of `derivative` (higher orders)."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` at order 1, and its derivatives at higher orders."""
+        """Return the gradient of `Σ c (y + y²/2)` at order 1, and the derivatives of this gradient at higher orders.
+
+        Here y are the results, and c are the cotangents.
+        """
         if order == 1:  # at order 1, the program of the gradients suffices
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -91,10 +94,10 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program for an order, not compiled. Orders 0 and 1 share a program.
+        """Return the program that computes an order, without compiling it. Orders 0 and 1 share a program.
 
-        With `square`, the program for order 1 returns the gradient of `Σ c (y + y²/2)`. A higher order must have been
-        computed before, which selects its mode.
+        With `square`, the program for order 1 returns the gradient of `Σ c (y + y²/2)`. Before a higher order, call the
+        object with this order, because the call selects forward or reverse mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -22,13 +22,14 @@ step size multiplies it by more than `DIVERGED`."""
 
 @dataclasses.dataclass(frozen=True)
 class Slopes:
-    """Slopes of `Σ c y` with respect to single elements of the arguments, one number per element.
+    """Slopes of `Σ c y` with respect to single elements of the arguments, for results y and cotangents c.
 
     Attributes:
       central: the slopes between a step up and a step down.
-      low, high: the sums, over the terms of `Σ c y`, of the smaller and of the larger of a term's two one-sided slopes.
+      low, high: sums over the terms of `Σ c y`. `low` adds the smaller one-sided slope of each term, and `high` the
+        larger.
       right, left: the one-sided slopes, for a step up and for a step down.
-      noise: the rounding error of the slopes, from results that change with the element.
+      noise: the rounding error of the slopes, from the results that change with the element.
       noise_of_all: the rounding error of the slopes, from all results. A step may be too small to change a result.
     """
 
@@ -42,7 +43,7 @@ class Slopes:
 
 
 class Differences:
-    """Computes slopes of `Σ c y`, given the relative rounding error `eps` of y.
+    """Computes slopes of `Σ c y`, for results y and cotangents c. `eps` is the relative rounding error of y.
 
     `moved(values, base)` returns the results y at `values`. Arguments of `stop_gradient` keep their values at `base`.
     """
@@ -75,7 +76,7 @@ class Differences:
     def _results(self, values, count, indices, numbers):
         """Return the results at the first `count` points, one row per point.
 
-        Point k has the number `numbers[k]` at index `indices[k]` of the concatenated arguments.
+        The arguments at point k are `values`, with `numbers[k]` at index `indices[k]` of the concatenated arguments.
         """
 
         def results(index, number):
@@ -104,15 +105,16 @@ class Differences:
 def confirmed(
     autodiff: np.ndarray, steps: np.ndarray, look: Callable, error: Callable[[], float], rtol: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (expected, contradicted, confirmed): the expected gradient, and two masks of its elements.
+    """Return the expected gradient, and masks of the elements at which slopes contradict and confirm `autodiff`.
 
     For the conditions, see "What a gradient is compared with" in docs/numerics.md. The expected gradient of a
-    contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient.
+    contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient. Elements at
+    which autodiff is not finite count as confirmed.
 
     Args:
       steps: the largest step of each element.
-      look: `(which, steps) -> Slopes`, for the elements with the indices `which`.
-      error: returns the rounding error of `Σ c y`.
+      look: a function `(which, steps) -> Slopes`, where `which` has the indices of the elements to move.
+      error: a function that returns the rounding error of `Σ c y`.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -144,9 +146,9 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slopes of elements at which autodiff is not finite.
+    """Return the slopes of elements at which autodiff's gradient is not finite. `look` is as in `confirmed`.
 
-    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The result is NaN if no side has
+    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The slope is NaN if no side has
     a slope or the sides disagree.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]

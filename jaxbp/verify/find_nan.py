@@ -203,14 +203,17 @@ def _operation(equation: Any, inputs: Sequence[Any], results: Sequence[Any], pla
 
 
 def _op_in(scope: str) -> tuple[str, str]:
-    """Return the outermost op and its implementation in a name stack, such as `transpose(jvp(relu))/xla`."""
+    """Return the outermost op and its implementation in a name stack like `transpose(jvp(relu))/xla`, or two `""`."""
     names = [name for name in re.split(r"[/()]+", scope) if name]
     pairs = [(op, name) for op, name in itertools.pairwise(names) if name in IMPLEMENTATIONS]
     return pairs[0] if pairs else ("", "")
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line outside of JAX and jaxbp, and the innermost line in jaxbp; "" for a missing line."""
+    """Return the innermost line of the traceback outside of JAX and jaxbp, and the innermost line in jaxbp.
+
+    A missing line is "".
+    """
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -37,7 +37,7 @@ KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` to compare with. The array differs from the expected array only at kinks."""
+    """A result `a`, and the array `e` to compare it with. `e` differs from the i-th expected array only at kinks."""
 
     point: Point
     expected: Expected
@@ -79,7 +79,10 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare `actual`, from the programs `checked`, with the i-th expected array. Return fields of `CheckRow`."""
+        """Compare the array `actual` with the i-th expected array. Return the fields of `CheckRow` with the findings.
+
+        `checked` are the programs that computed `actual`.
+        """
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -106,7 +109,7 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return two masks: elements that must equal the expected number, and elements whose number is unknown."""
+        """Return two masks: elements that must equal the expected number, and elements whose number is undecided."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
         # For finite arguments, NaN is never expected, and an infinite gradient only if the slope at a kink must be
         # autodiff's.
@@ -122,7 +125,7 @@ class Judge:
         return held & ~undecided, undecided
 
     def _excused_by_rounding(self, case, wrong, held, autodiff):
-        """Return `wrong` without elements that rounding or an overflow explains, and the reason."""
+        """Return the mask `wrong` without the elements that rounding or an overflow explains, and the explanation."""
         point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
         reason = None
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
@@ -224,7 +227,10 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return the mask of elements of `a` that lie between the slopes at a kink, the reason, and a hint or None."""
+        """Return the mask of elements of `a` between the slopes at a kink, the explanation, and a hint or None.
+
+        The hint gives the slopes at a kink for an element that the mask excludes.
+        """
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -268,7 +274,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return the mask of elements of the i-th gradient that autodiff with random roundings could give."""
+        """Return the mask of elements of `a`, the i-th gradient, that autodiff with random roundings could give."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -298,9 +304,10 @@ class Judge:
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return points near the given point, and the i-th gradient at each of them and, last, at the given point.
+        """Return arguments near the given point, and the i-th gradient at each of them and (last) at the given point.
 
-        In some of the points, one element moves further than all other elements, which breaks a tie.
+        In some of the arguments, one element moves further than all other elements, which breaks a tie. In the i-th
+        argument, these elements have the flat indices `places`.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -323,7 +330,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a` differs from `e` by a common factor, which rounding never produces."""
+    """Return whether `a` differs from `e` by a common factor. Rounding never produces such a factor."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -332,7 +339,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return the mask of elements for which `a`, summed along each axis, is near the range of the sums of `found`.
+    """Sum `a` along each axis. Return the mask of elements whose sums are near the range of the same sums of `found`.
 
     `found` has gradients at nearby points, where ties are broken. At a tie, an op may divide a gradient among equal
     elements, but must not change the sum. The range is widened by its length on both sides. If there are many ties, the

@@ -26,20 +26,20 @@ def lifted(function: Callable) -> Callable:
     """Return `function` with every floating number of its program in float64. Each call traces `function` again.
 
     Raises:
-      CannotLiftError: when called, if a kernel or a callback of the program has a narrower result.
+      CannotLiftError: the returned function raises it if a kernel or a callback of the program has a narrower result.
     """
     return rerun(function, _lift, _wide)
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the least precise dtype among values that depend on floating arguments."""
+    """Return the least precise dtype among the values that depend on the programs' floating arguments, or None."""
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floating values that depend on `moved`. Add all dependent variables to `moved`."""
+    """Return the dtypes of floating values that depend on variables in `moved`. Add dependent variables to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

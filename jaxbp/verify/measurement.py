@@ -95,8 +95,9 @@ def derivatives_of(
 ) -> tuple[Callable, Callable, Callable]:
     """Return three functions that compute derivatives with respect to the leaves with the indices `chosen`.
 
-    The first is `(leaves, cotangents) -> (results, gradients)`. The second and the third return the product of the
-    Hessian and a direction, in forward over reverse mode and in reverse over reverse mode.
+    The first maps `(leaves, cotangents)` to `(results, gradients)`. The others map `(leaves, cotangents, direction)` to
+    the product of the Hessian and the direction. The second uses forward over reverse mode, and the third reverse over
+    reverse mode.
     """
 
     def of_chosen(leaves, function):
@@ -133,12 +134,12 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Return the costs and the results, by kind, of one implementation.
+    """Return the costs of one implementation, and a dict from kinds (see `KINDS`) to its results.
 
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each program to its implementation, and is extended.
+      programs: maps the text of each program to the first implementation with this program. `measure` adds to it.
       may_fail: whether to describe an error in the result instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

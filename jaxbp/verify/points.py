@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator whose numbers differ from those of a user's generator with the same seed."""
+    """Return a generator whose random numbers differ from the numbers of a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -81,7 +81,10 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return a point at which all arguments in `same` are one array: the argument with the narrowest range."""
+    """Return the point with one array in place of all arguments whose indices are in `same`.
+
+    The array is the argument among them with the narrowest range.
+    """
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -96,7 +99,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
     """Yield copies of the point in which some elements of the i-th argument equal a kink.
 
-    Each kink has two positions. At one of them, all other arguments of the same shape are 0.
+    If there is room, each kink has two positions. At the second position, all other arguments of the same shape are 0.
     """
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
@@ -124,7 +127,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Replace three elements by -0 and subnormal numbers, with signs that the array has."""
+    """Return the array with three elements replaced by -0 and subnormal numbers, whose signs occur in the array."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -147,7 +150,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers from 3 to 300 with the array's signs; or the array, if it lies in [0, 1]."""
+    """Return random numbers from 3 to 300 with the signs of `a`. If all elements of `a` lie in [0, 1], return `a`."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

@@ -37,8 +37,10 @@ class Expected:
     Attributes:
       order, against: as in `CheckRow`.
       arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: masks of elements at which finite differences contradict autodiff, and are expected instead.
-      undecided: masks of elements at which autodiff is not finite, and finite differences give no slope; or None.
+      contradicted: one mask per array. At its elements, finite differences contradict autodiff, and replace it in
+        `arrays`.
+      undecided: None, or one mask per array. At its elements, autodiff is not finite, and finite differences give no
+        slope.
     """
 
     order: int
@@ -95,7 +97,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifting.lifted`. If it cannot lift the program, make steps larger, and return the identity."""
+        """Return `lifting.lifted`, or the identity if `lifted` fails. Then, finite differences take larger steps."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -130,9 +132,9 @@ class Reference:
     def first_orders(
         self, values: Arrays, cotangents: Arrays, steps: Sequence[float | None], most: int
     ) -> tuple[Expected, Expected]:
-        """Return the expected values and gradients. Finite differences confirm about `most` elements per argument.
+        """Return the expected values and gradients. Finite differences confirm about `most` elements per gradient.
 
-        `steps` has the field `step` of `Tolerance` for each argument.
+        For each floating argument, `steps` has the field `step` of the argument's `Tolerance`.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -172,7 +174,7 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return autodiff's derivative of this order, confirmed by finite differences of the next lower order."""
+        """Return autodiff's derivative of this order, confirmed by finite differences of the next lower derivative."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -199,7 +201,7 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results (order 0), gradients (order 1), or `derivatives.derivative`, in float64."""
+        """Return, in float64, the results (order 0), the gradients (order 1), or a higher `derivatives.derivative`."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -224,10 +226,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return gradients `(1 + runs, parts, ...)`, computed once exactly and then with random roundings.
+        """Return one array `(1 + runs, parts, ...)` per gradient. Run 0 is exact, and the other runs round at random.
 
-        `parts` has one array of cotangents per result, with one part per index of the first axis. For `settings`, see
-        `rounding.rounded_otherwise`.
+        `parts` has one array of cotangents per result. Its first axis counts the parts, and each part gives one
+        gradient. For `settings`, see `rounding.rounded_otherwise`.
         """
 
         def gradients(values, parts):
@@ -248,10 +250,11 @@ class Reference:
         indices: np.ndarray,
         halvings: int,
     ) -> np.ndarray:
-        """Return the jump, between `values` and each of the `ends`, of one element of the i-th derivative.
+        """For each k, return the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
 
-        The interval from `values` to the end is halved repeatedly, and the half in which the element changes more is
-        kept. A smooth change shrinks with the interval, so the change over the last interval is the jump.
+        The interval from `values` to the end is halved `halvings` times. Each time, the half in which the element
+        changes more is kept. A smooth change shrinks with the interval, so the change over the last interval is the
+        jump.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -297,7 +300,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return the flat indices of `most` evenly spread elements, and of elements that custom rules change most."""
+        """Return flat indices: of `most` evenly spaced elements, and of the elements that custom rules change most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -310,9 +313,9 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return `Derivatives.with_square` as a function of moved values, with flat results.
+        """Return a function that maps moved arguments to the result of `Derivatives.with_square`, as one flat array.
 
-        Arguments of `stop_gradient` are fixed at `values`.
+        Arguments of `stop_gradient` keep the values that they have at `values`.
         """
         arguments = list(cotangents), list(below)
         with float64():
@@ -333,7 +336,7 @@ class Reference:
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
     """Return the forward of the first implementation that takes float64, and the shapes and dtypes of its results.
 
-    The third result is true for `implementation="autodiff"`.
+    The third result is whether this implementation is "autodiff".
     """
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
@@ -391,7 +394,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return a program's floating constants from 1e-3 to 1e3 in magnitude, which excludes limits of dtypes."""
+    """Return a program's floating constants with magnitudes from 1e-3 to 1e3. The range excludes limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

@@ -72,7 +72,7 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check, true if no row failed. `untried` says what was not tried; `notes` has remarks."""
+    """The rows of a check. It is true if no row failed. `untried` lists what was not tried, and `notes` has remarks."""
 
     rows: tuple[CheckRow, ...]
     untried: str = ""
@@ -84,7 +84,7 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The data with which the function was checked."""
+        """The names of the data with which the function was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
@@ -107,7 +107,7 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Raise an AssertionError with one line per failure, or return the result itself."""
+        """Raise an AssertionError with one line per failed row. If no row failed, return this `CheckResult`."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self

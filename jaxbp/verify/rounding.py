@@ -62,10 +62,10 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return the results of `function`, computed once exactly and `runs` times with random roundings.
+    """Return one array `(1 + runs, ...)` per result of `function`. Run 0 is exact, and the other runs round at random.
 
-    Each array has the shape `(1 + runs, ...)`. The result of each inexact operation is moved by at most `roundings`
-    times its rounding error in `dtype`. Equal operations on equal operands move equally, so that ties remain.
+    The result of each inexact operation is moved by at most `roundings` times its rounding error in `dtype`. Equal
+    operations on equal operands move equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -100,7 +100,10 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Return a pseudorandom number for each element, with the element's sign and a magnitude from 0.5 to 1."""
+    """Return a pseudorandom number for each element, with the element's sign and a magnitude from 0.5 to 1.
+
+    The magnitude depends only on the seed and the element's magnitude.
+    """
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -13,10 +13,11 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program, at a base and at arguments that finite differences moved.
+    """The values of one variable of a program, at base arguments and at arguments that finite differences moved.
 
     Attributes:
       held: the value at the moved arguments, with arguments of `stop_gradient` fixed at their values at the base.
+      base: the value at the base arguments.
       moved: the value at the moved arguments, with nothing fixed.
     """
 
@@ -26,7 +27,10 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `(moved, base) -> results`: `function(*moved)` with every `stop_gradient` fixed at its value at `base`."""
+    """Return a function of `(moved, base)` that computes `function(*moved)`.
+
+    Each argument of `stop_gradient` keeps the value that it has in `function(*base)`.
+    """
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)

@@ -43,7 +43,8 @@ class Study:
 
     Attributes:
       autodiff: the programs of the forward and its gradients, without custom rules.
-      same: groups of indices of floating arguments with equal shapes and dtypes, which can be one array.
+      same: groups of indices of floating arguments. The arguments of a group have equal shapes and dtypes, so one array
+        can replace them.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -94,7 +95,7 @@ class Study:
         )
 
     def _narrowed(self, dtypes):
-        """Return the forward's dtype if it has less precision than all arguments; else None."""
+        """Return the dtype in which the forward computes if it has less precision than all arguments; else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
         except Exception:  # `in_dtype` reports that the function does not take the dtype
@@ -103,7 +104,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients at added data. Finite differences confirm them if there are custom rules."""
+        """Return the expected gradients at a point. Finite differences confirm them if there are custom rules."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -112,7 +113,11 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return the points with expected results, and the points, orders, and errors where there are none."""
+        """Return pairs of a point and its expected results, and triples of a point, an order, and the error raised
+        there.
+
+        `orders` has the points at which orders above 1 are computed, and these orders.
+        """
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -154,7 +159,7 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield the rows for another dtype, or one row with the reason why it is not tried."""
+        """Yield the rows for another dtype, or one row with the reason why this dtype is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
@@ -226,9 +231,10 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield a row for each array of `run(programs)` that differs from the result under `jit`; one row if none does.
+        """Yield one row per array of `run(programs)` that differs from the result under `jit`. If none differs, yield
+        one row.
 
-        If `same` is not empty, `run` passes one array as all arguments in `same`, whose gradients add up.
+        If `same` is not empty, `run` passes one array as all arguments in `same`, and their gradients add up.
         """
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name

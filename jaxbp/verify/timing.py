@@ -23,9 +23,9 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The time per call while further calls are queued: the median over `rounds`, and the time in each round.
+    """The time per call while further calls are queued. `seconds` is the median over rounds.
 
-    For `host_waited`, see `jaxbp.verify.measurement.Program`.
+    `rounds` has the time per call in each round. For `host_waited`, see `jaxbp.verify.measurement.Program`.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Time a program in rounds of about `seconds`, after `settle` has called it for at most `settling` seconds."""
+    """Time `program(*arguments)` in rounds of about `seconds`, after `settle` has run at most `settling` seconds."""
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
@@ -54,8 +54,9 @@ def device_seconds(
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
     """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
-    `run(calls)` returns the seconds of these calls, and one call takes about `once` seconds. The limit is `most`
-    seconds. If it is shorter than one block, the program is not called.
+    `run(calls)` calls the program this number of times, and returns the seconds. One call takes about `once` seconds.
+    All calls together take at most about `most` seconds. If this limit is shorter than one block, the program is not
+    called.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:
