@@ -9,9 +9,10 @@ the number of kernels in the first convolution. The network for MNIST and Fashio
     layers of 1280 k, 640 k and 320 k gates
 
 If a kernel's gates are counted once per position, the network has 8939 k gates, and 657 k more gates in the or-pools.
-For sizes s, m, and l, k is 16, 64, and 132. The published numbers of gates are 147,000, 566,000, and 1,270,000. The
-paper pads the second and third convolutions and has a third pool, which would give 11,564 k gates. The network for
-CIFAR-10 has convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
+For size s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132),
+1,179,948 and 86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and
+third convolutions and has a third pool, which would give 11,564 k gates, and 999 k more in the or-pools. The network
+for CIFAR-10 has convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
