@@ -22,12 +22,12 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays. On the CPU, they pass a barrier, because otherwise XLA recomputes an array for each read."""
+    """Return the arrays, on the CPU after a barrier. Otherwise, XLA would recompute an array for each read."""
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, so that XLA cannot move the recomputation of f out of the backward pass."""
+    """Return `jax.checkpoint(f)`, and make sure that XLA keeps the recomputation of f in the backward pass."""
     return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
 
 
@@ -36,7 +36,7 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return f as a function that XLA never inlines, nor its derivatives."""
+    """Return a function that computes f(x). XLA inlines neither this function nor its derivatives."""
 
     @jax.jit
     def inner(x):

@@ -54,10 +54,11 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the state after the steps `state = step(state, t)` for t from 0 to `steps - 1`, and the kept states.
+    """Return the last state, and the states kept for `reverse_scan`. Step t, from 0 to `steps - 1`, computes
+    `state = step(state, t)`.
 
     The policy `memory`, any except "all", selects the kept states. `unroll` is the number of steps in the body of a
-    compiled loop. `keep` returns the part of a state that `reverse_scan` needs.
+    compiled loop. `keep` takes a state and returns the part that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -88,7 +89,7 @@ def reverse_scan(
 ) -> Any:
     """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. `state` is the state before step t.
 
-    `kept` comes from `advance` with the same steps and policy. Return the last carry.
+    `kept` is the second result of `advance`, called with the same steps and policy. Return the last carry.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -141,7 +142,8 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps, given the state before step `start`, the first of them."""
+    """Run the backward of `length` steps, and return the new carry. The first of these steps is `start`, and `state` is
+    the state before it."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -165,15 +167,16 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan to visit n segments from the last to the first. A visit fetches a kept state, and recomputes the
+    """A plan to visit n segments of steps from the last to the first. A visit fetches a kept state, and recomputes the
     states from there to its segment.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. One more slot receives the states that are not kept.
+      slots: the number of slots, each of which keeps one state. An extra slot receives the states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before the segment.
-      visits: four arrays `(n,)`: for each visit, its segment, the slot from which it fetches a state, the segment that
-        begins with this state, and the index of the visit's first entry in `slots_on_the_way`.
-      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before the segment.
+      visits: four arrays `(n,)`. Three have each visit's segment, the slot from which it fetches a state, and the
+        segment that begins with this state. The last has the index of the visit's first entry in `slots_on_the_way`.
+      slots_on_the_way: for each segment that a visit recomputes, the slot to which it writes the state before the
+        segment.
     """
 
     slots: int
@@ -201,7 +204,7 @@ def _schedule(n: int) -> _Schedule:
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return the visits `(segment, slot, start, stores)` of n segments, last segment first.
+    """Return one visit `(segment, slot, start, stores)` per segment, for n segments, last segment first.
 
     A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
     `stores` maps some of these segments to the slots that keep the states before them.
@@ -210,7 +213,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Visit the segments in [low, high). The state before segment `low` is in slot `depth`."""
+        """Append visits of the segments in [low, high) to `visits`. Slot `depth` has the state before segment `low`."""
         while high - low > 1 and depth + 1 < slots:
             # The number of segments that the remaining slots can reverse with this many repeats.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
@@ -268,7 +271,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`."""
+    """Return the composition of the layers. It halves them recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2
@@ -369,7 +372,7 @@ def _checkpointed(f, steps, reverse, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`, with None in place of float0, which `lax.scan` cannot carry."""
+    """Return the pullback of `jax.vjp`. Cotangents of dtype float0, which `lax.scan` cannot carry, are None."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):

@@ -10,7 +10,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
-    """Return the results and the residuals. Under `vmap`, the mapped axis of each result becomes its first axis.
+    """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes the array's first axis.
 
     A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
     assumes that the mapped axis has the same position in the results of both functions, and otherwise permutes axes

@@ -38,8 +38,8 @@ class FusedOptimizer(NamedTuple):
 
     Attributes:
       init, update: as in Optax.
-      apply: `apply(grads, state, params, finite=None) -> (params, state)`, `update` followed by `optax.apply_updates`.
-        If the flag `finite` is given and false, nothing changes, as with `jaxbp.precision.where_finite`.
+      apply: `apply(grads, state, params, finite=None) -> (params, state)` runs `update` and `optax.apply_updates`. If
+        the flag `finite` is given and false, nothing changes, as with `jaxbp.precision.where_finite`.
     """
 
     init: Callable[[PyTree], Any]
@@ -131,8 +131,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW as a chain of Optax and as a kernel. `numbers` has the hyperparameters that are numbers or schedules, and
-    the methods' argument `arrays` the others."""
+    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` maps names to the hyperparameters that
+    are not arrays. The methods' argument `arrays` maps names to the hyperparameters that are arrays."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -173,7 +173,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return the scalars whose values are known only when the step runs."""
+        """Return a dict of the scalars whose values are known only when the step runs, such as the bias corrections."""
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -219,8 +219,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """Group the parameters by decay and dtypes. For each group, yield whether it decays, the positions of its
-    parameters, and the lists of arrays that `updates` takes."""
+    """Group the parameters by weight decay and dtypes. For each group, yield whether its parameters decay, their
+    indices among the leaves, and the pair `([parameters, *moments], [gradients])` of lists of arrays."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])
@@ -234,7 +234,7 @@ def _lists(grads, state, params, decaying=None):
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
     """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`. The kernel needs aligned
-    arrays, but in a batch, an array may begin at any address."""
+    arrays, but an array in a batch may begin at any address."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class DefaultImplementation:
-    """The implementations that `implementation=None` selects: the fastest in benchmarks.
+    """The implementations that `implementation=None` selects, because they are the fastest in benchmarks.
 
     Attributes:
       gpu: for GPUs that run the kernels.
@@ -82,14 +82,16 @@ class Op(Generic[P, R]):
 
     Args:
       name: the name in error messages and in compiled programs.
-      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable. The function under
-        the key None, or else `default`, serves `implementation=None`.
-      unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments.
+      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable.
+        `implementation=None` calls the function under the key None, or if this key is missing, the implementation that
+        `default` names.
+      unsupported: `(*arrays, **options) -> str | None`, which returns the reason why the kernel does not support the
+        arguments, or None if it does.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
         `implementation=None` does not choose the kernel on a mesh.
-      sharded_like: `(*arrays) -> results`, whose sharding the op's results get on a mesh with explicit axes. By
-        default, JAX infers the sharding from the implementation "autodiff".
+      sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results get the sharding of this
+        function's results. By default, JAX infers the sharding from the implementation "autodiff".
       jit: whether to compile the whole op when it is called outside of any transformation. Calls then take less time on
         the host, and the functions receive tracers.
     """
@@ -161,13 +163,13 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return the function whose results have the sharding of the op's results, or None for JAX's inference."""
+        """Return a function whose results have the sharding of the op's results, or None if JAX infers the sharding."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """Run the default implementation for the platform, which is known when the program is lowered."""
+        """Run the default implementation of the platform for which JAX lowers the program."""
         default = self.default(*arrays, **options) if callable(self.default) else self.default
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
@@ -204,11 +206,11 @@ class Op(Generic[P, R]):
             raise
 
     def _available(self, implementation: str) -> str:
-        """Return `implementation`, or another implementation if this op lacks it."""
+        """Return `implementation` if the op has it, else the first of "xla", "autodiff", and "pallas" that it has."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
-        """Return the op with another name for error messages, and the same object for equal names."""
+        """Return the op with the given name in error messages. Calls with equal names return the same object."""
         if name not in self._renamed:
             maker, arguments = self._made_of
             self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
@@ -404,7 +406,7 @@ class Pair(Op[P, R]):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient of `linear`, a linear function of an array of the given shape. JAX differentiates it at 0."""
+    """Return the gradient of `linear`, a linear function of an array of shape `shape`. JAX differentiates it at 0."""
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -428,12 +430,13 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Return `(y, arguments)`: the `save` of a pair whose backward needs only the arguments."""
+    """Return the result and the arguments of `forward`. With `forward` bound by `functools.partial`, this function is
+    the argument `save` of a `Pair` whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arguments: the `residuals` of a pair whose `save` is `saving_arguments`."""
+    """Return the arrays. This function is the argument `residuals` of a `Pair` whose `save` is `saving_arguments`."""
     return arrays
 
 
@@ -446,7 +449,8 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Return y and the residuals. Residuals that are not arguments get the op's name, also where they are results."""
+    """Return y and `saved`. Each array in `saved` that is not an argument gets the op's name (`checkpoint_name`). If
+    the same array is in y, it gets the name there, too."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

@@ -184,11 +184,11 @@ class LossScale:
         return upcast(jnp.asarray(loss)) * self.value
 
     def unscale(self, gradients: Tree) -> Tree:
-        """Return the gradients over the scale, in float32 or wider. Arrays that are not floating do not change."""
+        """Return the gradients divided by the scale, in float32 or wider. Non-floating arrays do not change."""
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale after a step that was finite or not."""
+        """Return the scale for the next step. `finite` says whether this step was finite."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)

@@ -15,10 +15,10 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arrays unchanged, for a function with a `custom_vjp`, whose forward mode then raises an error.
+    """Return the arguments of a function with a `custom_vjp` unchanged, but make forward mode raise an error.
 
-    The tangents pass through a linear identity, which reverse mode only transposes. Forward mode evaluates the
-    identity, which raises an error that names the op.
+    The tangents pass through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates it,
+    which raises an error that names the op.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
@@ -149,7 +149,7 @@ _transposable_p.to_lojax = _evaluated
 
 
 def _of_some(function, arrays, indices):
-    """Return `function` of the arrays at `indices`, with the other arrays constant."""
+    """Return a function of the arrays at `indices`. It passes all arrays to `function`, and the others are constant."""
 
     def of_some(*some):
         replaced = dict(zip(indices, some, strict=True))

@@ -42,8 +42,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that declares the leading axes of the arguments at `places` as batch axes. If the first of
-    these arguments has at most `features` axes, there are no batch axes."""
+    """Return a function from a kernel's arrays to `Axes`. The batch axes are the leading axes of the arguments at
+    `places`. If the first of these arguments has at most `features` axes, there are no batch axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -68,7 +68,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
 
-    On explicit axes, the products in a hand-written backward might have to declare the sharding of their results.
+    With explicit axes instead, the products in a hand-written backward might have to declare their sharding.
     """
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -109,7 +109,8 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """Return the batch axis of each result: the axis that grows if the number of examples doubles, or None."""
+    """For each result of `formula`, return its batch axis, or None. The batch axis is the axis whose size changes if
+    the number of examples doubles."""
 
     def shapes(times):
         grown = []
@@ -184,7 +185,8 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes over which the first batch axis is sharded, or () if they do not divide it evenly."""
+    """Return the mesh axes that shard the batch axis of the first argument with a batch axis. If the examples cannot be
+    divided evenly over these mesh axes, return ()."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)

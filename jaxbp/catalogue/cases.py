@@ -101,8 +101,8 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of x1 and x2, which broadcast, and of its backward. `of` maps "x1" and "x2" to
-    keyword arguments of `Argument`."""
+    """Return the entries of a function of x1 and x2, and of its backward. The shapes of x1 and x2 broadcast. `of` maps
+    "x1" and "x2" to keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -131,8 +131,8 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries of ops whose gradient goes to the first of equal numbers. Autodiff would divide it among
-    them."""
+    """Return the entries with `kink_convention=False`. Their ops give the gradient to the first of equal numbers.
+    Autodiff would divide it among them."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -141,7 +141,7 @@ KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, **options: Any) -> Case:
-    """Return the case of x, w, labels, and b, with logits of about the scale of x."""
+    """Return the case of `dy`, x, w, labels, and b. w is scaled so that the logits are about as large as x."""
     w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
     return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
 
@@ -169,7 +169,7 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of a layer of a published network of logic gate trees. Only windows of 3 x 3 have padding."""
+    """Return the case of one convolution in a published network of logic gates. Only windows of 3 x 3 have padding."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)

@@ -57,7 +57,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires, the same for every key and dtype. `code` is a Python expression that creates them."""
+    """Wires as an argument, the same for every key and dtype. `code` is a Python expression that creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str
@@ -118,12 +118,12 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return the logits: one argument per perception layer, and one per update layer."""
+        """Return the logits as two lists. They have one `Argument` per perception layer, and one per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return a batch of grids with numbers in [0, 1]."""
+        """Return the `Argument` of a batch of grids with numbers in [0, 1]. `grid` is the shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 

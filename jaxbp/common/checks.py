@@ -43,7 +43,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require that `a` has the shape `wanted`, in which "batch" is any size, and any other string any size except 0."""
+    """Require that `a` has the shape `wanted`. "batch" stands for any size, any other string for any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -131,7 +131,8 @@ def array(op: str, name: str, a: Any) -> Array:
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
     """Return `where` as a boolean array, or None.
 
-    `where` must broadcast to the shape in `shapes` with equally many axes, or if there is none, to the first shape.
+    `where` must broadcast to the first of the `shapes` that has as many axes as `where`. If there is none, it must
+    broadcast to `shapes[0]`.
     """
     if where is None:
         return None
@@ -168,7 +169,7 @@ def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
 
 
 def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
-    """Return a static number in `[low, high]`, or a floating array of shape (), whose range is not checked."""
+    """Return `value` as a float in `[low, high]`, or as a floating array of shape (), whose range is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
     if value.shape != ():

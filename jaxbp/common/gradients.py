@@ -83,13 +83,13 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Select the gradients of the arguments that have a floating leaf. Return a tuple, or the only gradient."""
+    """Select the gradients with respect to arguments with a floating leaf. Return a tuple, or the only gradient."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the gradients of `function(*arguments)` by JAX's autodiff, as `of_floating` does.
+    """Return the gradients of `function(*arguments)` that `of_floating` selects, computed by JAX's autodiff.
 
     dy is the gradient with respect to the function's result. A leaf that is not floating has the gradient None.
     """

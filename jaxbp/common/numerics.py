@@ -15,8 +15,8 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True or None, else `other`. The gradient of `a` is 0 where `where` is False, even for
-    NaN."""
+    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even if
+    `a` is NaN there."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 

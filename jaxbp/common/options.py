@@ -35,7 +35,7 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build`, which returns a function of an `Options` object, with a cache of its recent results.
+    """Return `build` with a cache of its recent results. `build` takes an `Options` object and returns a function.
 
     JAX finds a cached trace by a function's identity, so equal options must give the same function object.
     """

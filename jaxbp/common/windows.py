@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. `padding` is a pair (before, after) per axis, which includes the
+    """The windows of a pool on images of one size. `padding` has one pair (before, after) per axis, which includes the
     padding of `ceil_mode`."""
 
     input_size: tuple[int, int]
@@ -131,7 +131,7 @@ class PoolOptions(TypedDict, total=False):
 def pool_windows(
     op, shape, window, *, stride=None, padding=0, dilation=1, ceil_mode=False, channel_axis=1, **unknown
 ) -> tuple[Windows, tuple[tuple[int, int], ...]]:
-    """Return a pool's windows, and the padding without what `ceil_mode` adds. `shape` ends in height and width."""
+    """Return a pool's windows, and the padding without `ceil_mode`. `shape` ends in height and width."""
     if unknown:
         known = ", ".join(PoolOptions.__annotations__)
         raise TypeError(f"{op}: has no argument {', '.join(unknown)}; wants only options among {known}")
@@ -159,9 +159,9 @@ def unsupported(windows: Windows) -> str | None:
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return the padding of one axis with `ceil_mode`, which completes a last window that exceeds the padded input.
+    """Return the padding of one axis with `ceil_mode`. It is increased if the last window exceeds the padded input.
 
-    A window that would start in the padding after the input does not count.
+    A window that would start in the padding after the input is left out. `reach` is the extent of a window.
     """
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1

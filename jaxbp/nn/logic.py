@@ -22,7 +22,7 @@ Wiring = Callable[[int, int, int], Wires]
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
-    """Return one bit per feature and threshold t, `x > t`, in x's dtype. The bits of a feature are adjacent.
+    """For each feature and each threshold t, return the bit `x > t` in x's dtype. The bits of a feature are adjacent.
 
     If x is floating, the thresholds are rounded to x's dtype.
     """
@@ -43,7 +43,8 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates. `shape` is `(gates,)` or `(kernels, gates)`."""
+    """Base class of layers of gates. The logits have the shape `(*shape, parameters)`, where `shape` is `(gates,)` or
+    `(kernels, gates)`."""
 
     def __init__(
         self,
@@ -133,5 +134,5 @@ class LogicNetwork(nnx.Module):
         return last(x, hard=hard, groups=self.classes) / self.tau
 
     def harden(self) -> Circuit:
-        """Return a circuit of each gate's most probable function, without the sums over groups."""
+        """Return a circuit, without the sums over groups, in which each gate computes its most probable function."""
         return Circuit.of((layer.harden(), layer.wires.get_value()) for layer in self.layers)

@@ -104,14 +104,15 @@ class LogicAutomaton(nnx.Module):
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """Return the automaton as a circuit on bits of each gate's most probable function."""
+        """Return the automaton as a circuit on bits, in which each gate computes its most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates, which read `sources`, `(inputs, ...)`. Return these gates as sources."""
+            """Add a layer's gates to `listed`. Input i of the layer is `sources[i]`. Return the gates' numbers,
+            `(gates, ...)`, as sources of the next layer."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

@@ -24,7 +24,7 @@ from jaxbp.ops.pointwise.shapes import flatten
 def image_thermometer(
     x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Shaped[Array, "batch channels*thresholds height width"]:
-    """Return one channel of bits per channel of x and threshold t, `x > t`, as in `thermometer`."""
+    """For each channel of x and each threshold t, return one channel of bits `x > t`, as in `thermometer`."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 
@@ -152,7 +152,7 @@ class LogicConvNetwork(nnx.Module):
         return self.head(flatten(self._convolved(x, hard=hard)), hard=hard)
 
     def harden(self) -> ConvolutionalCircuit:
-        """Return a circuit of each gate's most probable function, without the sums over groups."""
+        """Return a circuit, without the sums over groups, in which each gate computes its most probable function."""
         convolutions = [(layer.harden(), layer.wires.get_value(), layer.options) for layer in self.convolutions]
         return ConvolutionalCircuit.of(self.shape, convolutions, self.head.harden().layers)
 

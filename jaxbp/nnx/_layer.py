@@ -34,8 +34,8 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class its constructor's signature, with `**options` replaced by the arguments of Flax and the
-        keywords that layers of jaxbp add."""
+        """Give the class the signature of its constructor. In the signature, the arguments of Flax and the keywords
+        that layers of jaxbp add replace `**options`."""
         super().__init_subclass__(**keywords)
         if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
             parameters = _parameters(cls)
@@ -46,13 +46,13 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return a dict from each option of the constructor that the op lacks to whether it is in use."""
+        """Return a dict from the constructor's options that the op lacks to booleans, True if the option is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
 
-        `arguments` maps each argument of the call that the op lacks to whether it is in use.
+        `arguments` has the arguments of the call that the op lacks. Each value says whether the argument is in use.
         """
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
@@ -65,7 +65,8 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps each option that the op lacks to whether it is in use.
+    """Return whether Flax computes a call. `lacking` has the options that the op lacks. Each value says whether the
+    option is in use.
 
     Raises:
       NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".

@@ -1,4 +1,4 @@
-"""Activation functions. Those that are not defined here are ops of jaxbp."""
+"""Activation functions. The functions that this module does not define are ops of jaxbp."""
 
 from typing import Any
 

@@ -45,8 +45,8 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution as one product per group, of the filters and one shifted copy of the images per filter
-    position (im2col)."""
+    """Compute the convolution by im2col. For each position of the filter, shift the images by this position. Stack the
+    shifted images. One matrix product per group then multiplies the filters by the stack."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []

@@ -47,7 +47,8 @@ def _sum_of_shifts(x, w, width_axis, padding):
 
 
 def _shifts(x, taps, width_axis, padding):
-    """Return the part of the padded x by which each element of a filter is multiplied. A negative padding crops x."""
+    """Pad x along its width, and return one shifted part of x per element of a filter. Element u is multiplied by part
+    u. A negative padding crops x."""
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
     size = x.shape[width_axis] - taps + 1
     return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]
@@ -152,8 +153,8 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return `width_axis`, and the layouts of x and y with the axes in the order in which the pair takes them. Unless x
-    is NCW, this order is NWC."""
+    """Return `width_axis`, and for x and y, their axes in the order that `DEPTHWISE_CONV1D` takes. The order is NCW if
+    x is NCW, else NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

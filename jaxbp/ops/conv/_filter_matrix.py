@@ -37,10 +37,11 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return a convolution as a matrix, `matrix[(c, h, l), (k, i, j)]`, in w's dtype.
+    """Return the matrix of a convolution, `matrix[(c, h, l), (k, i, j)]`, in w's dtype. It has one row per element of
+    an image x, and one column per element of y.
 
-    The element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before` for rows, and `l = j * stride +
-    v * dilation - before` for columns, else 0. `before` is the padding before the first element.
+    An element of the matrix is `w[k, c, u, v]` if `h = i * stride + u * dilation - before` for rows, and
+    `l = j * stride + v * dilation - before` for columns, else 0. `before` is the padding before the first element.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -55,7 +56,8 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply images `(N, C, H, W)` by a `filter_matrix`, or if `transposed`, dy `(N, K, I, J)` by its transpose."""
+    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy,
+    `(N, K, I, J)`, by the transposed matrix. Return a matrix with N rows."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
@@ -74,7 +76,8 @@ Only the value for float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the exact kernel (docs/lab/2026-11-25-lenet.md).
+    """Return whether `banded_input_gradient` is faster than the kernel for dx in full float32
+    (docs/lab/2026-11-25-lenet.md).
 
     w has the shape `(K, C, F, G)`, dy `(K, P, Q, N)`, and x the width `width`.
     """
@@ -101,7 +104,7 @@ def banded_input_gradient(
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
 
     dy and the positions `place` of the maxima in P rows of Q windows have the shape `(K, P, Q, N)`. dy is placed at the
-    maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives dx.
+    maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives a part of dx.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
@@ -122,11 +125,11 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return the band, and the number of input rows that one row of the pool's windows reaches.
+    """Return a banded matrix, and the number of input rows that one row of the pool's windows reaches.
 
-    The band is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps dy
-    at position (r, s) of window q to dx in row i of these rows and column j. There are Q windows of width S, and W
-    columns.
+    The matrix is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps
+    dy at position (r, s) of window q to dx at row i of these input rows and column j. There are Q windows of width S,
+    and W columns.
     """
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1

@@ -25,7 +25,7 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Return the number of positions that each window averages, `(1, 1, P, Q)`, or one int if all are equal.
+    """Return the number of positions that each window averages, `(1, 1, P, Q)`, or one int if all numbers are equal.
 
     A position counts if it is in the input or in the padding `counted`.
     """

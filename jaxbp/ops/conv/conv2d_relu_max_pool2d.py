@@ -55,7 +55,7 @@ def _forward_and_indices(x, w, b, **options):
 
 def _max_and_indices(z, *, windows):
     """Return the maximum of ReLU(z) in each window, and its position. If no element of a window is above 0, the
-    position is the number of positions, which is outside of the window."""
+    position is the number of positions in a window, which is outside of the window."""
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)

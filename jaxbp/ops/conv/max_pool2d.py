@@ -24,7 +24,7 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    """Return the elements of x at position `place`, (row, column), of each of the P x Q windows, `(N, C, P, Q)`."""
+    """For each of the P x Q windows, return the element of x at position `place`, (row, column), `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
     rows, columns = (
         slice(at * d, at * d + (n - 1) * s + 1, s)
@@ -49,7 +49,7 @@ def max_and_indices(x, *, windows):
 
 
 def _first_inside(windows):
-    """Return, for each window, the index of its first position that is not in the padding, `(P, Q)`."""
+    """For each window, return the index of its first position that is not in the padding, `(P, Q)`."""
     # A window of only -inf selects this position. If a dilated window reads only padding, its index is in the padding.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
@@ -73,7 +73,7 @@ def _save(x, *, windows):
 
 
 def select(x, indices, *, windows, fill=0):
-    """Return the value at the selected position of each window, or 0 if the index lies outside of the window."""
+    """For each window, return the element of x at the position in `indices`, or 0 if it is outside of the window."""
     places = enumerate(_places(windows.window))
     return sum(jnp.where(indices == i, _at_place(place, x, windows, fill), 0) for i, place in places)
 
@@ -104,7 +104,7 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    """Return dx. On a GPU, XLA compiles this to one pass, as fast as a copy."""
+    """Return dx for windows that tile the input. On a GPU, XLA compiles this to one pass, as fast as a copy."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))

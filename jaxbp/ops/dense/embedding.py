@@ -40,7 +40,7 @@ def _residuals(indices, table, *, num_embeddings):
 
 
 def _tokens(dy, indices, num_embeddings):
-    """Return dy as (tokens, features), and each token's row of the table, `num_embeddings` if it is out of range."""
+    """Return dy as (tokens, features), and each token's row of the table, or `num_embeddings` if there is none."""
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
     rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)
@@ -52,7 +52,7 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """For each token, return the sum of `values` from the beginning of the token's run up to the token."""
+    """For each token, return the sum of `values` over its run (adjacent equal `rows`) up to this token."""
     # Each pass doubles the number of tokens that a sum contains, up to the length of the longest run.
     token = jnp.arange(rows.shape[0])
 
@@ -79,7 +79,7 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute `_sums_of_runs` by JAX's scatter, which is differentiable."""
+    """Compute the same gradient as `_sums_of_runs` by a scatter, which JAX can differentiate."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)

@@ -77,7 +77,8 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return (loss, dlogits). The loss of a row that is not kept is 0. If dy is None, dlogits is None."""
+    """Return one loss per row, and the gradient with respect to the logits. If dy is None, this gradient is None. The
+    loss of a row that is not kept is 0."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -129,7 +130,7 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call it once if `size` is None."""
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows. Call `step` once if `size` is None."""
     # Chunk i takes the rows whose index is i modulo the number of chunks. On a mesh, each device then has a part of
     # every chunk. Rows of zeros, which are not kept, fill the chunks.
     if size is None:

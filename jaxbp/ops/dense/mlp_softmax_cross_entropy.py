@@ -32,7 +32,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals of the formula."""
+    """Residuals that the formula saves, with one row per example. `hidden` has the outputs of each hidden layer."""
 
     x: Array
     labels: Array
@@ -95,7 +95,8 @@ def _gradients(dy, saved, *, precision):
 
 
 class WideRows(NamedTuple):
-    """Residuals as in `Rows`, but `hidden` has wide rows. Examples of zeros pad the batch to a multiple of `LANES`."""
+    """Residuals that the kernel saves. They are as in `Rows`, but rows of `hidden` are wide: the outputs are followed
+    by the number 1, and then by zeros. Examples of zeros pad the batch to a multiple of `LANES`."""
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
 
@@ -107,7 +108,8 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals with the gradients of each loss. `weights` gives only shapes."""
+    """Residuals as in `WideRows`, but with the gradients of each example's loss instead of the logits. The backward
+    uses only the shapes of `weights`."""
 
     # If a label is not a class, its example's gradients are 0. The backward multiplies them by `dy_of_valid`, NaN or 0.
 
@@ -147,7 +149,7 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that calls `kernel` on a GPU, else `formula`, and that JAX differentiates as `formula`."""
+    """Return a function that calls `kernel` on a GPU, else `formula`. JAX always differentiates `formula`."""
 
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)

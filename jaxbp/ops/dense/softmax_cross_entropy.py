@@ -51,8 +51,8 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Replace excluded examples by 0. Give excluded classes the logit -inf and the weight 0. Make an integer label
-    invalid if it is an excluded class."""
+    """Return logits and labels in which excluded elements have no effect. An excluded example is 0. An excluded class
+    has the logit -inf and the weight 0. An integer label that is an excluded class becomes invalid."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -96,7 +96,7 @@ def nan_unless(valid, loss):
 
 
 def _is_masked(weights, log_probabilities):
-    """Return where the weight is 0 and the logit is -inf. The loss term is 0 there, not 0 times infinity."""
+    """Return a mask of the classes with weight 0 and logit -inf. Their loss term is 0, not 0 times infinity."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 

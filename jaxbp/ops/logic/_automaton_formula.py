@@ -73,7 +73,8 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return (dstate, total + dcoefficients), given `total`, the sum of dcoefficients over later ticks."""
+    """Return the gradient of the state, and `total` plus the gradients of the coefficients. `total` is the sum of these
+    gradients over the later ticks."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
@@ -113,7 +114,8 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """Return the cells that each cell sees: `(..., height, width) -> (9, ..., height, width)`."""
+    """For each cell, return the states of the nine cells that it sees,
+    `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")

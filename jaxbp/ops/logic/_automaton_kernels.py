@@ -34,7 +34,8 @@ KEEPS_ROWS = False
 
 
 class RowsRead(NamedTuple):
-    """For each lane, the two rows of shared memory that its gate reads, packed into one integer."""
+    """The rows of shared memory that gates read, for the forward and the backward kernel. Each array has one integer
+    per lane, which packs the two rows of the lane's gate."""
 
     forward: Array
     backward: Array
@@ -43,7 +44,7 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Values that every tick uses.
+    """Values that every tick uses. `prepare` computes them once.
 
     Attributes:
       lanes: for each lane, the four coefficients of its gate.
@@ -101,7 +102,7 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return (dseen, dkept) of the last state. No later tick reads this state, so dseen is 0."""
+    """Return the last state's gradient as a pair (dseen, dkept). No later tick reads this state, so dseen is 0."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 
@@ -115,7 +116,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return zeros `(CTAs, gates, 4)`, to which each CTA adds its gradients of the coefficients."""
+    """Return an array of zeros, `(CTAs, gates, 4)`, to which each CTA adds its part of the coefficients' gradients."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
@@ -211,7 +212,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder each update layer's rows to the order of its lanes (`which=_GATES`) or of its gates (`_LANES`)."""
+    """Reorder the rows of each update layer. `firsts` has the first row of each layer. With `which=_GATES`, row i of a
+    layer moves to the lane of gate i. With `which=_LANES`, it moves back."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -224,7 +226,8 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return the tables of `Plan.consumers` as one vector."""
+    """Return all tables of `Plan.consumers` as one vector. They list the rows of shared memory to which the consumers
+    of each row write gradients."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -272,8 +275,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """Return the gate and the role (0 for a, 1 for b) of each input's consumers, `(max_fan_out, inputs)`. The gate is
-    -1 if there are fewer consumers."""
+    """For each input, return the gates that read it (its consumers), and whether they read it as a (0) or b (1). Both
+    arrays have the shape `(max_fan_out, inputs)`. If an input has fewer consumers, the other gates are -1."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

@@ -115,7 +115,8 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axes: each device has a part of the grids, unless random values are drawn for all grids."""
+    """Return the batch axis of the state, so that each device has a part of the grids. If random values are drawn for
+    all grids, return no axis."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -153,5 +154,6 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the pair of an implementation, or of the formulas for an empty state, which kernels do not support."""
+    """Return the `Pair` of an implementation. For an empty state, return the `Pair` of formulas, because kernels do not
+    support it."""
     return _TICKS[implementation if state.size else "xla"]

@@ -26,10 +26,11 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows). `dc = Σ dy (1, a, b, ab)` is a sum over the examples.
+    """Return (dc, drows), the gradients with respect to coefficients and rows. `dc = Σ dy (1, a, b, ab)` is a sum over
+    the examples.
 
     The gradient of a row is a sum over the gates that read the row (its consumers). A gate adds `dy (c1 + c3 b)` to the
-    gradient of its a, and `dy (c2 + c3 a)` to the gradient of its b.
+    gradient of its input a, and `dy (c2 + c3 a)` to the gradient of its input b.
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
@@ -80,7 +81,7 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Compute all sums in one reduction. XLA's CPU compiler computes separate sums ten times more slowly."""
+    """Sum each term over `axes`, all in one reduction. On a CPU, XLA computes separate sums ten times more slowly."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
@@ -104,8 +105,11 @@ def few_have_most(wires: Wires) -> bool:
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """For each input, sum over its consumers the values `terms(indices)`, `(n, ...)`, for n indices into
-    `wires.consumers`."""
+    """For each input, return the sum of one term per consumer, which is a gate that reads the input. The result has the
+    shape `(inputs, ...)`.
+
+    `terms(indices)` takes n indices into `wires.consumers`, and returns the terms of these consumers, `(n, ...)`.
+    """
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):
         inputs, values = jnp.searchsorted(end, places, side="right"), terms(places)

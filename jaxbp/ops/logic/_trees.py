@@ -77,7 +77,7 @@ def _(arrays, tangents):
 
 
 def _sum(a: Array) -> Array:
-    """Sum one axis after the other, which is more accurate than one sum."""
+    """Sum over all axes, one axis after the other, which is more accurate than one sum."""
     # Without the barriers, XLA would merge the sums.
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))
@@ -99,7 +99,7 @@ class _Geometry:
         self.examples = x.shape[-1]
 
     def read(self, x: Array, leaf: Array, u: int, v: int) -> Array:
-        """Return the values that a leaf reads if its tree is at (u, v) of each window, `(height, width, N)`."""
+        """Return the values that a leaf reads if its tree is at (u, v) of each pool window, `(height, width, N)`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         channel, row, column = leaf
         span = (1, (rows - 1) * p * s + 1, (columns - 1) * q * t + 1, self.examples)
@@ -107,7 +107,7 @@ class _Geometry:
         return lax.dynamic_slice(x, begin, span)[0, :: p * s, :: q * t]
 
     def add(self, dx: Array, leaf: Array, dleaf: Array, places: Array | None) -> Array:
-        """Add the gradient of a leaf to dx, where its tree is at position `places` of each window."""
+        """Add the gradient of a leaf to dx. In each window of the pool, its tree is at the position in `places`."""
         (s, t), (p, q), (rows, columns) = self.stride, self.pool, self.size
         if places is not None:
             window = jnp.arange(p * q, dtype=self.place_dtype).reshape(1, p, 1, q, 1)

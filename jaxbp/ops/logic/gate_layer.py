@@ -90,7 +90,8 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Compute `_inputs_of_gates`, but gather from `max_fan_out` copies of each row. Each copy is read at most once."""
+    """Return each gate's inputs a and b, as `_inputs_of_gates` does, but gather them from `max_fan_out` copies of each
+    row. Each copy is read at most once."""
     # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather is a
     # scatter, whose order of additions varies on a GPU. If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
@@ -100,7 +101,8 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the copies that gates read: element 2 g for input a of gate g, and 2 g + 1 for input b."""
+    """Return the indices of the copies of rows that gates read, `(2 gates,)`. Elements 2 g and 2 g + 1 are for the
+    inputs a and b of gate g. The copies of row r begin at index `r * max_fan_out`."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]

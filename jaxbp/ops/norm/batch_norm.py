@@ -64,9 +64,10 @@ def _terms(dy, x, mean, rest):
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), given the sums of `_terms`, with `dx = a dy + b (x - mean) + c`.
+    """Return ((a, b, c), dscale, dbias), given the sums of the two `_terms`, where `dx = a dy + b (x - mean) + c`.
 
-    With n = count, the results mean and var add `dmean/n + dvar 2 (x - mean)/n` to the dx of `batch_norm_backward`.
+    With n = count, the gradients of mean and var add `dmean/n + dvar 2 (x - mean)/n` to the dx of
+    `batch_norm_backward`.
     """
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)

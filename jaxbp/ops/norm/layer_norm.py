@@ -156,7 +156,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward without a forward. It computes offset and inv_std from x."""
+    """Return the residuals for a backward without a forward. The backward then computes offset and inv_std from x."""
     return x, scale, None, None
 
 

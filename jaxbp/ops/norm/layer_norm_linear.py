@@ -83,7 +83,8 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the "pallas" forward keeps x̂. In float16, it does not, because `w * scale` could lose digits."""
+    """Return whether the "pallas" forward keeps the normalized rows instead of x. In float16, it keeps x, because
+    `w * scale` could lose digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (

@@ -26,7 +26,7 @@ class Elementwise(Pair):
 
     Args:
       gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: a `gradient` for the kernels, if `gradient` has operations that kernels do not support.
+      in_kernels: replaces `gradient` in the kernels, if `gradient` has operations that kernels do not support.
       keeps_result: whether to keep the result y for the backward, instead of the argument x. This saves memory if the
         next op keeps y, too. `gradient(dy, y)` must equal `gradient(dy, x)`.
       Other arguments: as in `Pair`.
@@ -86,11 +86,12 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """An element-wise op with a parameter, `number`, that is static or a differentiable array of shape ().
+    """An element-wise op with a parameter named `number`, which is static or a differentiable array of shape ().
 
     Args:
       gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)`, each element's contribution to the number's gradient.
+      number_gradient: `number_gradient(dy, *arrays, number)`, which returns each element's part of the number's
+        gradient.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -129,7 +130,7 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the leading axis of each array as a batch axis, unless the array is broadcast along it."""
+    """Return the batch axes. They are the leading axis of each array, except for arrays that are broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
@@ -154,7 +155,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by one kernel for all arrays that are not broadcast, and one per broadcast array."""
+    """Compute the gradients by one kernel for all arrays that are not broadcast, and one kernel per broadcast array."""
 
     def select(wanted):
         def formula(*values):

@@ -48,7 +48,9 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return the backward `formula(dy, a, *statistics(a, axis), **options)`, element-wise, in jnp and as a kernel."""
+    """Return a backward as a dict, with a function in jnp ("xla") and a kernel ("pallas"). Both compute
+    `formula(dy, a, *statistics(a, axis), **options)` element by element. `statistics` returns arrays that are reduced
+    along `axis`. Where `where` is False, a is replaced by `excluded`, and the gradient is 0."""
     # The forward's result is rounded, so the backward computes the statistics again from a. If forward and backward are
     # in one program, XLA computes the statistics once.
 
@@ -147,7 +149,7 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return the row-major index of each element, counted among the elements that are reduced to one result."""
+    """Return each element's row-major index among the elements that are reduced to the same result."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 

@@ -133,7 +133,7 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return the pair of `softmax` or `log_softmax`. `excluded` is the result for elements that `where` excludes.
+    """Return the `Pair` of `softmax` or `log_softmax`. `excluded` is the result for elements that `where` excludes.
 
     The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward's y is rounded to x's
     dtype, so the backward computes p from x.

@@ -79,8 +79,8 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a b` as a sum of two numbers. The first is the exact product of the upper halves of a's and b's
-    digits."""
+    """Return `a b` as a sum of two numbers. The first number is the exact product of a and b after the lower halves of
+    their digits are cut off."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)

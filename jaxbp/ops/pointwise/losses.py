@@ -45,13 +45,15 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`. Where x and y are 0, return 0, with the derivative -inf in x and 0 in y."""
+    """Return `x ln y`, but 0 where x and y are 0. There, the derivative is -inf with respect to x, and 0 with respect
+    to y."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x * log`. Where `at_zero` (x is 0 and log is -inf), return 0, with the derivative -inf in x."""
+    """Return `x * log`, but 0 where `at_zero` (x is 0 and log is -inf). There, the derivative with respect to x is
+    -inf."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
