@@ -33,7 +33,7 @@ _WANTED_PROGRAMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateConfig:
-    """Output channels and examples per CTA."""
+    """Tile of a CTA: `channels` output channels, and `lane_block` examples."""
 
     channels: int
     lane_block: int
@@ -92,8 +92,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps (c, u, v) of a filter, divided into blocks of equal size. A kernel loops over blocks, and unrolls a
-    block."""
+    """The taps of all filters, which are triples (c, u, v) of an input channel, a row, and a column. Blocks of taps
+    have equal sizes. A kernel loops over the blocks, and unrolls each block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -117,7 +117,8 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Sizes of a CTA's tile of dw. `splits` is the number of parts of the sum over dy's rows and the batch."""
+    """Sizes of a CTA's tile of dw. The sum over dy's rows and the batch has `splits` parts, and a CTA computes one
+    part."""
 
     out_channels: int
     in_channels: int
@@ -147,7 +148,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of pairs of a row of dy and a block of `LANES` examples."""
+    """Return the number of units. A unit is one row of dy for one block of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -155,14 +156,15 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The letters are as in `correlate`, but (i, j) is a position in dy. The order of summation is fixed.
+    k is an output channel, c an input channel, and n an example. (u, v) is a position in the filter, and (i, j) a
+    position in dy. `stride` has one stride for i and one for j. The order of summation is fixed.
 
     Args:
       dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
       x: `(C, H, W, N)`. The filter has `H - (I - 1) * stride` rows and `W - (J - 1) * stride` columns.
 
     Returns:
-      `(K, C, F, G)` in float32.
+      `(K, C, F, G)` in float32, for filters of F rows and G columns.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
@@ -214,15 +216,15 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
 
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
-    """Examples per CTA."""
+    """Tile of a CTA: one output channel, and `lane_block` examples."""
 
     lane_block: int
 
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` for dy `(K, R, N)`. The result is float32, summed in a fixed
-    order."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` for dy `(K, R, N)`. k is an output channel, r a position, and n an
+    example. The result is float32, summed in a fixed order."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

@@ -131,8 +131,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Add the products for channel c to `sums`, which has, for each output channel and window, one sum per
-        position."""
+        """Return `sums` plus the products for input channel c. For each output channel and window, `sums` has a list
+        with one vector per position of the window."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

@@ -88,7 +88,7 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Features of a tile. Zeros pad them to `_FEATURES`."""
+        """Rows of a product, one per output channel and window of a tile. Zeros pad them to `_FEATURES` rows."""
         return self.config.rows * self.K * self.config.columns
 
     @property
@@ -107,12 +107,12 @@ class _Sizes(WindowTiles):
 
     @property
     def summed(self) -> int:
-        """Length of the summed axis. Zero weights pad it to a multiple of `group`."""
+        """Length of the axis over which a product sums. Zero weights pad it to a multiple of `group`."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: the patch, and the rows after it that the last position's product also reads."""
+        """Rows of a stage: the rows of the patch, and the rows after the patch that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -146,7 +146,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples, two per element of the summed axis."""
+        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two cycles per element of the
+        summed axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -182,8 +183,9 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    N may be any multiple of 64, and w is rounded to x's dtype. If an example's patch contains a NaN or an infinity, all
-    of its windows in the tile are NaN, because a NaN or an infinity times a zero of the banded matrix is NaN.
+    N may be any multiple of 64, and w is rounded to x's dtype. A tile's results are maxima of products of a patch of x
+    and banded matrices, whose zeros also multiply the patch. If an example's patch contains a NaN or an infinity, all
+    results of this example in the tile are therefore NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -222,7 +224,9 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter."""
+    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter. These
+    are banded matrices, one for each column s of a pooling window. (p, q) is a window of a tile, k an output channel, c
+    an input channel, and (i, j) a pixel that a product reads."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -242,7 +246,8 @@ def _patches(sizes: _Sizes, dtype: Any) -> Any:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a stage: one, or one per row in the simulator."""
+    """Return the number of bulk copies that fill a stage. On a GPU, one copy fills it. In the simulator, each row of
+    each channel takes a separate copy."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -256,8 +261,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the weights in device
-    memory, and `place` the indices of the maxima."""
+    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices in
+    device memory, `weights` the same matrices in shared memory, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     x: Any
@@ -290,8 +295,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Fetch the weights, and zeros for the rows after each patch. Uninitialized memory could be NaN there, and NaN
-        times a zero weight is NaN."""
+        """Copy the weights to shared memory, and zeros to the rows after each patch, which are multiplied by zero
+        weights. Uninitialized memory could contain NaN there, and NaN times zero is NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

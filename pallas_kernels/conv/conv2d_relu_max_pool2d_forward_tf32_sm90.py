@@ -100,12 +100,12 @@ class _Sizes(WindowTiles):
 
     @property
     def steps(self) -> int:
-        """Groups of input channels, one per step of a tile's product."""
+        """Number of steps of a tile's product. Each step multiplies one group of input channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Pixels of the patch in one group of input channels."""
+        """Pixels of the patch in one step, for all input channels of the step together."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
@@ -136,16 +136,17 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the clock cycles of accesses to shared memory for all tiles of 64 examples. TMA writes each patch,
-        threads read and write it, and the product reads the patch and the weights."""
+        """Return the estimated clock cycles of accesses to shared memory for all tiles of 64 examples. TMA writes each
+        patch, threads read and write it, and the product reads the patch and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, and among these the fewest clock cycles, or None if no config fits.
-    More warpgroups were faster even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, or None if no config fits. Among configs with equally many
+    warpgroups, choose the config with the fewest clock cycles. More warpgroups were faster even with more estimated
+    cycles: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -177,9 +178,10 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` of float32 x and w rounded to TF32, with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` with float32 x and w rounded to TF32, and with float32 sums.
 
-    N may be any multiple of 64. A NaN or an infinity spreads as in `conv2d_relu_max_pool2d_forward_sm90.forward`.
+    N may be any multiple of 64. A NaN or an infinity in x also makes other windows of the same example NaN: see
+    `conv2d_relu_max_pool2d_forward_sm90.forward`.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -223,7 +225,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. c is one of the step's input channels."""
+    filter. (r, s) is a position in window (p, q) of a tile, and (i, j) a pixel of the patch. k is an output channel,
+    and c an input channel of the step."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -234,14 +237,15 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of copies that fill a patch: one, or one per row in the simulator."""
+    """Return the number of bulk copies that fetch a patch. On a GPU, one copy fetches it. In the simulator, each row of
+    each channel takes a separate copy."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
     """Return the register layout in which a patch of 32 examples is transposed. A warp accesses 8 pixels of 4 examples
-    at a time: in the swizzled buffer, 8 pieces of 16 bytes in different banks, and in the operand, 128 adjacent
-    bytes."""
+    at a time. In the swizzled buffer, these are 8 pieces of 16 bytes in different banks. In the operand, they are 128
+    adjacent bytes."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

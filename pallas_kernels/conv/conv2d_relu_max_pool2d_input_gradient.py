@@ -80,7 +80,8 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """The number of a CTA's cells, and the columns of the windows that reach them, relative to the first cell."""
+    """Adjacent cells of dx, and the windows that contribute to them. `cells` is the number of cells, and `windows` has
+    the column of each window, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -88,8 +89,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of `columns` cells into groups of `cells` cells, one per CTA. The last group may have fewer
-    cells. There are Q windows in a row. A filter has G columns, and a window S columns."""
+    """The division of a row of `columns` cells into groups of `cells` cells, one group per CTA. The last group may have
+    fewer cells. There are Q windows in a row. A filter has G columns, and a window S columns."""
 
     columns: int
     cells: int
@@ -103,7 +104,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the groups that have it, which are adjacent."""
+        """Map each distinct `_Part` to the indices of the groups with this part. These groups are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -118,8 +119,8 @@ class _Cut:
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Products along the column axis, over all distinct parts. There is one product for each window, column of the
-        window, and column of the filter that together contribute to a cell of the part."""
+        """Number of products along the column axis, summed over all distinct parts. A product is a window, a column of
+        the window, and a column of the filter that together contribute to a cell of the part."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -141,9 +142,10 @@ def input_gradient(
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
-      w: `(K, C, F, G)`.
-      input_size: H and W.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. There are K output
+        channels, P x Q windows, and N examples.
+      w: `(K, C, F, G)`, for C input channels, and filters of F rows and G columns.
+      input_size: H and W, the rows and columns of x.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
@@ -188,8 +190,8 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute the cells of `part`. `at` has the index of the first cell, the block of channels, and the
-        examples."""
+        """Compute dx in the cells of `part`, and write it. `at` has the row and column of the first cell, the index of
+        the block of input channels, and the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

@@ -50,14 +50,15 @@ MIN_JAX = (0, 11, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Adjacent windows in a group."""
+    """Number of adjacent windows in a group."""
 
     windows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes of groups and cells. Letters are as in `WindowTiles`."""
+    """Sizes of groups of windows, and of cells of dx. There are K output and C input channels, P x Q windows of R x S
+    positions, and filters of F x G elements."""
 
     K: int
     P: int
@@ -72,7 +73,7 @@ class _Sizes:
 
     @property
     def reach(self) -> int:
-        """Rows of cells that one row of windows reaches."""
+        """Rows of cells to which one row of windows contributes."""
         return -(-(self.F + self.R - 1) // self.R)
 
     @property
@@ -102,7 +103,7 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of `routed`: one per window position and element of dy."""
+        """Columns of the operand `routed`: one for each window position and each element of dy in a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -176,9 +177,10 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[a, b]`, each transposed to rows (r, c, v) and columns (tr, ts, q, k).
+    """Return the matrices `weights[a, b]`, with rows (r, c, v) and columns (tr, ts, q, k). A cell multiplies `routed`
+    of the group a rows above and b columns to the left by the transpose of `weights[a, b]`.
 
-    (r, v) is a pixel of a cell of `width` columns, (tr, ts) is a position in window q of a group, and c and k are input
+    (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a group. c and k are input
     and output channels. An element is `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the
     filter.
     """
@@ -201,9 +203,9 @@ class _Program:
 
     Attributes:
       place: indices of the maxima.
-      operands: `routed` of each group, in shared memory.
+      operands: the operand `routed` of each group, in shared memory.
       staging: for each warpgroup, one row of its cell, in shared memory.
-      group: group whose `routed` this warpgroup writes. The last warpgroup writes no `routed`.
+      group: index of the group for which this warpgroup writes `routed`. The last warpgroup writes no `routed`.
     """
 
     sizes: _Sizes
@@ -236,8 +238,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add row p of windows to the sums of the cells that it reaches. Write the cell in row p, which no later row of
-        windows reaches, and return the other sums."""
+        """Add the contributions of row p of windows to the sums of the cells. Write the cell in row p, to which no
+        later row contributes. Return the next row's loaded operands, and the sums of the other cells."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

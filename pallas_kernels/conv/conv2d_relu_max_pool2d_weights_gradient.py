@@ -56,12 +56,13 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units. A unit is `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the splits that give `programs_per_multiprocessor` CTAs per multiprocessor."""
+        """Return the number of splits for which there are at least `programs_per_multiprocessor` CTAs per
+        multiprocessor."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -78,7 +79,8 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return a CTA's number of sums: one per weight and bias, rounded up for `sums_over_lanes`."""
+    """Return how many sums a CTA computes: one per weight and one per bias, rounded up to a multiple of
+    `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -115,7 +117,8 @@ def weights_gradient(
     """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. There are K output
+        channels, P x Q windows, and N examples.
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1. R and S are the window's rows and columns.
 
     Returns:
@@ -174,7 +177,8 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return one vector per weight and per bias, with one sum per lane, followed by vectors of zeros as padding."""
+        """Sum over the units of a split. Return one vector per weight and one per bias, each with one sum per lane, and
+        then vectors of zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

@@ -27,7 +27,8 @@ _BLOCK_COLUMNS = 4
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run a warpgroup of a CTA for the `per_split` units of the CTA's split."""
+    """Run one warpgroup of a CTA for the units of the CTA's split, at most `per_split` units. `program` is a subclass
+    of `_Program`."""
 
     def accumulate(sums):
         first = split * per_split
@@ -39,14 +40,14 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses define how dy is copied and routed.
+    """One warpgroup. Subclasses define how dy is copied, and how the routed gradient is computed from dy.
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
-      xs: stages with rows of x and eight rows of ones.
+      xs: stages in shared memory, each with rows of x and eight rows of ones.
       split, c, t: the CTA's split, part of the input channels, and part of the window positions.
-      first, steps: index of the split's first unit, and number of its units.
+      first, steps: index of the split's first unit, and number of units in the split.
     """
 
     sizes: Sizes
@@ -137,7 +138,7 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Compute the routed gradient, and return the index of its buffer."""
+        """Write the routed gradient of a step to a buffer in shared memory, and return the buffer's index."""
         raise NotImplementedError
 
     @property
@@ -146,14 +147,14 @@ class _Program:
 
     @property
     def layout(self):
-        """Two rows per warp, for accesses to shared memory without bank conflicts."""
+        """Register layout with two rows per warp, for accesses to shared memory without bank conflicts."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """One warpgroup of `weights_gradient`. Successive units alternate between two buffers for the routed gradient."""
+    """One warpgroup of `weights_gradient`. The routed gradients of successive units alternate between two buffers."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

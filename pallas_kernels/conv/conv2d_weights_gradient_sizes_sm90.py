@@ -25,7 +25,8 @@ class Config:
 
     Attributes:
       channels, places: input channels and window positions per CTA.
-      images_on_left: whether x, else the routed gradient, is the left operand. Each warpgroup has 64 of its rows.
+      images_on_left: whether x is the left operand of the product. Otherwise, the routed gradient is the left operand.
+        Each warpgroup multiplies 64 rows of the left operand.
     """
 
     channels: int
@@ -36,8 +37,9 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow from the shapes and a config: K and C channels, P x Q windows of R x S positions, N examples,
-    and H x W pixels of x. In `correlate_batch`, a window is R rows of one column of dy, and S is 1."""
+    """Sizes that follow from the shapes and a config. There are K output and C input channels, P x Q windows of R x S
+    positions, and N examples. x has H x W pixels. In `correlate_batch`, a window is R rows of one column of dy, and S
+    is 1."""
 
     K: int
     P: int
@@ -62,7 +64,7 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones, which follow the rows of x in a stage."""
+        """Index in a stage of the first row of ones. The rows of ones follow the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -85,7 +87,8 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements that hold a CTA's gradients: first dw in the order (c, u, v, k), then db."""
+        """Number of vectors of `LANES` elements that hold a CTA's gradients. dw comes first, in the order (input
+        channel, filter row, filter column, output channel), and db follows."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -112,7 +115,8 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Parts of the input channels, and of a window's positions. A CTA computes one of each."""
+        """Number of parts of the input channels, and number of parts of a window's positions. A CTA computes one part
+        of each."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -122,7 +126,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Units of all splits: rows of windows for the examples of one step."""
+        """Number of units in all splits. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -146,7 +150,8 @@ class Sizes:
 
 
 class _PooledSizes(Sizes):
-    """A stage holds x, dy, and the indices. Two other buffers hold the routed gradient."""
+    """Sizes for `weights_gradient`. A stage holds x, dy, and the indices of the maxima. Two other buffers hold the
+    routed gradient."""
 
     @property
     def gradient_rows(self) -> int:
@@ -185,8 +190,8 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles, or None if none fits. `sizes` maps a config to its `Sizes`. The
-    operands must have multiples of eight rows."""
+    """Return the config with the fewest clock cycles, or None if no config fits. `sizes` takes a config, and returns
+    the `Sizes` for this config. The operands must have multiples of eight rows, otherwise no config fits."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

@@ -78,8 +78,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the rows of dy per product: the smallest supported number, or None. R must divide dy's rows. R times
-    x's columns and R times dy's columns must be multiples of eight."""
+    """Return R, the smallest supported number of rows of dy per product, or None if no number is supported. R must
+    divide dy's rows. R times x's columns and R times dy's columns must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -95,8 +95,8 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Return (dw, db) of a convolution with stride 1: dw as in `conv2d.correlate_batch`, and db, the sum of dy over all
-    axes but the output channels.
+    """Return (dw, db) for a convolution with stride 1. dw is as in `conv2d.correlate_batch`, and db is the sum of dy
+    over all axes except the output channels.
 
     float32 dy is rounded to TF32, and float32 x is truncated to TF32.
 

@@ -65,7 +65,8 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Compute y, which the module's docstring defines.
+    """Return y, the depthwise convolution of the padded x with the filters w, plus b. The module's docstring has the
+    formula.
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
@@ -85,7 +86,8 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Compute `_ROWS_AT_ONCE` positions from t on. `window` has the rows from t to t + F - 2 of x̄."""
+            """Write y at `_ROWS_AT_ONCE` positions from t on, and return the next `window`. `window` has the rows from
+            t to t + F - 2 of the padded x."""
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
@@ -120,8 +122,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    Here s is a position in x̄, and dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The
-    sums for dw and db have a fixed order.
+    Here x̄ is the padded x, n an example, and c a channel. u is a position in the filter, and s a position in x̄. dy is
+    0 at positions outside of y. dx is the part of dx̄ without the padding. The sums for dw and db have a fixed order.
 
     Args:
       dy: gradient with respect to y, in y's shape and dtype.
@@ -156,7 +158,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. x̄ has `positions` positions, divided among `parts` CTAs."""
+    """The body of `gradients`. The padded x has `positions` positions, which are divided among `parts` CTAs."""
 
     config: Config
     before: int
@@ -167,14 +169,15 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """A reference to an unused gradient is None."""
+        """Compute the gradients for one part of the positions. If a gradient is unused, the reference to it is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Compute `_ROWS_AT_ONCE` positions from s on. `window` has the rows from s - F + 1 to s - 1 of dy."""
+            """Compute dx at `_ROWS_AT_ONCE` positions from s on, and add the terms of these positions to dw and db.
+            `carry` is (window, dw, db), where `window` has the rows from s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
@@ -199,7 +202,8 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of an example in a block of channels, after `before` rows of zeros, and followed by zeros."""
+    """The rows of one example in one block of channels. `before` rows of zeros precede them, and rows of zeros follow
+    them."""
 
     ref: Any
     example: Any
@@ -228,7 +232,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's `rows` rows, from row `first` on and
-    before row `end`."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA, and return the last carry. A CTA has
+    `rows` rows from row `first` on, but no row from `end` on."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

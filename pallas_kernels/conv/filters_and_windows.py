@@ -28,8 +28,8 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]` for integer arrays that broadcast against each other, and zero outside of the
-    filter."""
+    """Return `w[:, :, row, column]`, where `row` and `column` are integer arrays that broadcast against each other. At
+    positions outside of the filter, the result is zero."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

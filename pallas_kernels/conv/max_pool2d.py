@@ -21,7 +21,7 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Examples per CTA."""
+    """Tile of a CTA: one row of cells in one channel, for `lane_block` examples."""
 
     lane_block: int
 

@@ -15,8 +15,8 @@ BARRIER_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes for tiles of `config.rows` x `config.columns` windows, with K output and C input channels, P x Q windows of
-    R x S positions, N examples, and filters of F x G elements."""
+    """Sizes for tiles of `config.rows` x `config.columns` windows. There are K output and C input channels, P x Q
+    windows of R x S positions, and N examples. Filters have F x G elements."""
 
     K: int
     P: int
@@ -45,12 +45,12 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Pairs of a tile and a block of 64 examples."""
+        """Number of units. A unit is one tile for one block of 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of a unit's first window, and the unit's block of examples. Consecutive units have
-        the same block, so that concurrent CTAs read the same images from the L2 cache."""
+        """Return the row and column of a unit's first window, and the index of its block of examples. Consecutive units
+        have the same block, so that concurrent CTAs read the same images from the L2 cache."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)
