@@ -67,7 +67,8 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains `error`, raised in the body of the kernel `name`, or None if no pattern matches."""
+    """Return an error that explains `error`, or None if no pattern matches. `error` was raised while the body of the
+    kernel `name` was lowered."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -79,7 +80,8 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equations that were being lowered: first an equation of the body, then ever deeper ones within it."""
+    """Yield the JAX equations that were being lowered when the error was raised. The first is an equation of the body.
+    Each further equation is nested in the equation before it."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -89,7 +91,7 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`, " for the body's line with the innermost equation, or "" if it is unknown.
+    """Return "file:line: `code`: " for the line of the body with the innermost equation, or "" if the line is unknown.
 
     For an equation within a jitted function such as `jnp.dot`, return the line of the call. JAX traces that function
     once, so its equations have the line of its first call.

@@ -23,7 +23,7 @@ _MIN_CORES = 4
 def compiles_ahead(module_context: Any) -> bool:
     """Return whether to compile kernels ahead of the surrounding program.
 
-    With a persistent compilation cache, the answer is no, because JAX may find the program there.
+    With a persistent compilation cache, the result is False, because JAX may find the compiled program in the cache.
     """
     return (
         jax.default_backend() == "gpu"
@@ -35,8 +35,8 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Lower a function for CUDA, let a thread compile it, and return the lowered function without waiting. The function
-    maps arrays of `avals`' shapes and dtypes to a list of arrays."""
+    """Lower `function` for CUDA, start its compilation in a thread, and return the lowered function without waiting.
+    `function` takes arrays with the shapes and dtypes of `avals`, and returns a list of arrays."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
     # A kernel runs on one device. Without this line, JAX would take the mesh and the number of devices from the

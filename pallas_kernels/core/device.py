@@ -55,7 +55,7 @@ def target() -> Device:
 
 
 def gpu() -> Device | None:
-    """Return the targeted GPU, else the default device if it is an NVIDIA GPU, else None."""
+    """Return the GPU that `targeting` selects, else the default device if it is an NVIDIA GPU, else None."""
     if _target_context.value is not None:
         return _target_context.value
     device = _default_device()
@@ -90,7 +90,8 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Ask the driver, because JAX exposes only some attributes. Return `default` if the driver fails."""
+    """Return an attribute of a device from the driver, because JAX exposes only some attributes. If the driver fails,
+    return `default`."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -30,12 +30,13 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector. Element i of a vector and row i of a block are in the same thread."""
+    """Return the register layout of a vector of `lanes` elements. The thread that holds element i also holds row i of a
+    block with as many rows."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return two int32 blocks: the row index and the column index of every element."""
+    """Return two int32 arrays `(lanes, width)` in registers: the row index and the column index of every element."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -62,7 +63,7 @@ def lane_numbers(lanes: int) -> Array:
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """Return `ref[rows]` as a block, for `ref (n, width)` and an int32 vector `rows`."""
+    """Return `ref[rows]`, an array `(lanes, width)` in registers, for `ref (n, width)` and int32 `rows (lanes,)`."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -82,7 +83,8 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` as a block, where `places` has one block of indices per axis of `ref`."""
+    """Return `ref[places]`. `places` has one integer array `(lanes, width)` per axis of `ref`, and the result has the
+    same shape."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -99,7 +101,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write a block: `ref[places] = values`. If two values have equal indices, either may remain."""
+    """Write an array in registers: `ref[places] = values`. If two values have equal indices, either value may
+    remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -160,8 +163,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return a float32 block with one column per argument. Column k has the sums of the rows of the k-th argument, each
-    added from left to right."""
+    """Return a float32 array with one row per lane, and one column per argument. Column k has the sums of the rows of
+    the k-th argument. Each row is summed from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -238,11 +241,11 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """Load one block of `shape` per list, from the list's `array`-th reference, beginning at element `start`.
+    """From the `array`-th reference of each list, load a block of shape `shape` that begins at element `start`.
 
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
-        same length. Addresses are multiples of the bytes of a block's row.
+        same length. Each address is a multiple of the number of bytes in a block's row.
       array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the end
         of the reference are copies of its last element.
     """
@@ -275,7 +278,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write one block per list to the elements that `load_of` would load. Elements beyond the end are not written."""
+    """Write each list's block to the elements that `load_of` would load. Elements beyond the end of a reference are not
+    written."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -105,7 +105,8 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return two functions of arrays that run the body: one for CUDA, and one for the interpreter."""
+        """Return two functions that take the arrays and run the body: one for CUDA, and one for the interpreter.
+        `entries` says which outputs the body writes."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -184,7 +185,8 @@ is the x axis, which takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return a CTA's index along each axis of the grid."""
+    """Return `indices` with a CTA's index along each axis of the grid, instead of the CTA's index in the flattened
+    grid."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -194,7 +196,7 @@ def _along_axes(grid, indices):
 
 @contextlib.contextmanager
 def _recording_lines():
-    """Return a context in which operations record their line in the body, not the line that calls `launch`."""
+    """Return a context in which operations record their source line in the body, not the line that calls `launch`."""
     outside = _source_info_context.context
     _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
     try:
@@ -228,10 +230,10 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result with `ndim` axes that is not partitioned over the arrays' mesh.
+    """Return the sharding of a result with `ndim` axes. It has the arrays' mesh, and partitions no axis of the result.
 
-    Return None if no array has a mesh whose axes are all automatic. On explicit or manual axes, the caller of `launch`
-    determines the sharding.
+    All axes of this mesh must be automatic. If no array has such a mesh, return None, because the caller of `launch`
+    determines the sharding on explicit and manual axes.
     """
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
@@ -240,7 +242,8 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of `out`: the shapes of its leaves, whether the kernel may skip it, and whether the kernel writes it."""
+    """One entry of the tuple `out` of `launch`. `shapes` has the shapes and dtypes of its leaves. `skippable` says
+    whether the kernel may skip the entry, and `kept` whether the kernel writes the entry."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -355,7 +358,8 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all of them vary along each mesh axis along which any of them varies.
+    """Within shard_map, return the arrays, cast so that all vary along the same mesh axes. These are all axes along
+    which any array varies.
 
     The transpose of this cast is a sum over devices. If an array is the same on all devices, autodiff therefore sums
     its gradient over the devices.
@@ -383,12 +387,13 @@ def _warn_interpreted() -> None:
 
 
 def batch_last(x: Array) -> Array:
-    """Transpose `(batch, ...) -> (..., lanes)`, one example per lane, zero-padded to a multiple of `LANES`."""
+    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, and pad it with zeros to a multiple of `LANES`.
+    Each lane has one example."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """Invert `batch_last` for `batch` examples."""
+    """Invert `batch_last`: return the first `batch` examples of x, with the batch as the first axis."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

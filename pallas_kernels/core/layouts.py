@@ -29,7 +29,7 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Write `value` to device memory from any layout in registers."""
+    """Write `value` to `ref`. `value` may have any register layout."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -64,13 +64,14 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return shared memory for a tensor-core operand, in tiles of eight rows of `row_bytes` bytes."""
+    """Return a `plgpu.SMEM` for an operand of the tensor cores. It is swizzled, in tiles of eight rows of `row_bytes`
+    bytes each."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return swizzled shared memory for bulk copies, with at most `OPERAND_BYTES` bytes on the last axis. Swizzling
+    """Return a swizzled `plgpu.SMEM` for bulk copies, whose last axis may have at most `OPERAND_BYTES` bytes. Swizzling
     avoids bank conflicts when threads store a `wgmma` accumulator."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
@@ -78,8 +79,8 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box` for bulk copies. A copy to the operand must begin at a multiple of its tile in device memory, but a copy to
-    the box may begin anywhere. In the simulator, the result is only the operand."""
+    `box` for bulk copies. In device memory, a copy to the operand must begin at a multiple of the size of the operand's
+    tiles. A copy to the box may begin anywhere. In the simulator, the result is only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -89,13 +90,13 @@ def as_operand(ref: Any) -> Any:
 
 
 def as_box(ref: Any) -> Any:
-    """Return the box of memory from `operand_and_box`. The simulator has none."""
+    """Return the box of `ref`, a reference to memory from `operand_and_box`. In the simulator, there is no box."""
     return ref[1]
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Run `plgpu.wgmma` with the left operand in registers. The simulator first copies it to `scratch` in shared
-    memory."""
+    """Add the product of `left` and `right` to `sums` with `plgpu.wgmma`, where `left` is in registers. The simulator
+    first copies `left` to `scratch` in shared memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -107,7 +108,8 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return each of `sums` plus the products that `add(*accumulators)` adds to its accumulator with `plgpu.wgmma`."""
+    """Return each array of `sums` plus matrix products. `add` takes one accumulator per array, and adds products to the
+    accumulators with `plgpu.wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -134,7 +136,8 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest length of a vector that divides the last axis of `batch_last` arrays.
+    """Return the largest supported length of a vector that divides the number of lanes. The arrays come from
+    `batch_last`, so their last axis has the lanes.
 
     A thread loads up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors of different
     dtypes can be combined only if their threads load the same number of elements, which is then 2.
@@ -146,22 +149,22 @@ def vector_length(*arrays: Array) -> int:
 
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number. `//` and `%` examine signs, which takes ten more operations.
-    Some of them convert booleans, for which JAX 0.11 starts a process per conversion in a kernel."""
+    Some of these operations convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    """Return `number % divisor` for a nonnegative number, as `quotient` does."""
+    """Return `number % divisor` for a nonnegative number, with fewer operations than `%`: see `quotient`."""
     return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
 
 
 def _like(number, divisor):
-    """Convert to the dtype of `number`. In 64-bit mode, JAX would convert an integer to 64 bits."""
+    """Return `divisor` in the dtype of `number`. In 64-bit mode, JAX would convert an integer to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n` up to `limit` that `accepts`, or 1 if there is none."""
+    """Return the largest divisor of `n` up to `limit` for which `accepts` returns True, or 1 if there is none."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

@@ -35,8 +35,9 @@ class Ring:
         index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: the only stage that this ring uses, or None if it uses all. Several warpgroups can thus share arrays.
-      turn: in a ping-pong schedule, the consumer that uses the ring, or for which the producer fetches.
+      fixed_stage: the only stage that this ring uses, or None if it uses all stages. Several warpgroups can thus share
+        the arrays of stages.
+      turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """
 
     stages: int
@@ -76,13 +77,14 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies as soon as all consumers have released its stage. `copy` also gets `source`."""
+        """Start a step's copies as soon as all consumers have released its stage. `source` is passed on to `copy`."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until the last stages are released. A CTA may not end while another CTA arrives at its barriers."""
+        """Wait until the stages of the last steps are released, where `steps` counts all steps. A CTA may not end while
+        another CTA arrives at its barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

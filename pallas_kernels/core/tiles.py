@@ -30,7 +30,7 @@ class Kernel:
 
     Attributes:
       name: name of the file and of the function, such as `conv2d.correlate`.
-      capability: the only compute capability that the kernel supports, or None for all from 9.0 on.
+      capability: the only compute capability that the kernel supports, or None if it supports all from 9.0 on.
     """
 
     def __init__(
