@@ -47,7 +47,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
-      order: `(tokens,)`, int32, the indices of the tokens, sorted by row.
+      order: `(tokens,)`, int32, the indices of the tokens, sorted by the row that each token selects.
       starts: `(rows + 1,)`, int32. The run of row r is from `starts[r]` to `starts[r + 1]` (exclusive).
 
     Returns:
@@ -111,9 +111,11 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, padded with the number of rows to a fixed length.
+    """Return the indices of the rows with long runs. So that the array has a fixed length, its unused elements are a
+    sentinel, the number of rows.
 
-    A long run contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested.
+    A long run has at least `_LONG_RUN` tokens. It contains a position that is a multiple of `_LONG_RUN`, so only the
+    rows at these positions are tested.
     """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)

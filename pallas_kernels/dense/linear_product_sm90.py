@@ -56,7 +56,8 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return the config with clusters of two CTAs, for results with more tiles than multiprocessors."""
+        """Return this config with clusters of two CTAs, for a result with `columns` columns and more tiles than
+        multiprocessors."""
         # Concurrent tiles then form a square, and share rows and columns of the operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
@@ -72,8 +73,9 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column, in units of tiles. Tiles are visited row by row within a column block of `width` tiles
-    per row. `plgpu.planar_snake` would visit every other block from its bottom."""
+    """Return the row and the column of the tile with this index, counted in tiles. The order of tiles is row by row
+    within a block of `width` columns and `rows` rows of tiles. `plgpu.planar_snake` would visit every other block from
+    its bottom."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -129,13 +131,14 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand, which each CTA of a cluster sends to both CTAs."""
+        """Keyword arguments for copies of the right operand, so that each CTA of a cluster sends its copies to both
+        CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """The barriers for the arrival of copies, one per turn and stage, and the barriers at which consumers release a
-        stage."""
+        """Two arrays of barriers. Copies arrive at the barriers of the first array, which has one per turn and stage.
+        Consumers release a stage at its barrier in the second array."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -165,12 +168,12 @@ class Product:
         cluster: Any,
         cta: Any = 0,
     ) -> None:
-        """Run the producer and the consumers, each with its share of the registers.
+        """Run this warpgroup as the producer or as a consumer, with the registers for its role.
 
         Args:
-          ring: the stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step.
-            `count` is the number of this step among all steps of the CTA.
-          spans: maps a tile to `(first, end, multiply)` for consecutive ranges of steps.
+          ring: the ring of stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one
+            step. `count` is the number of this step among all steps of the CTA.
+          spans: takes a tile, and returns `(first, end, multiply)` for each of several consecutive ranges of steps.
             `multiply(stage, *accumulators)` starts the products of a step, and waits for the previous products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """

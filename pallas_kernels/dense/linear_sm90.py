@@ -223,7 +223,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Divide the tile's steps over the batch into three consecutive ranges.
+        """Divide the tile's steps over the batch into three consecutive ranges. Return (first, end, multiply) for each
+        range.
 
         Only the products of the second range are also added to db. The second ranges of all tiles in a row of tiles
         together cover each step once.
@@ -282,10 +283,12 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return dw in `dtype`, by default x's dtype, and float32 db.
+    """Return the gradients of a dense layer, dw `(outputs, inputs)` and db `(outputs,)`. dw has the given dtype, by
+    default x's dtype, and db is float32.
 
     Args:
-      dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
+      dy: `(rows, outputs)` in half precision, the gradient with respect to the layer's result; outputs a multiple of
+        128.
       x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
     """
     dtype = dtype or x.dtype

@@ -151,7 +151,7 @@ def gradient(
 
     Returns:
       dlogits in the shape and dtype of the logits, with 0 in padding columns. They use the memory of the logits, which
-      XLA copies first if they are still needed.
+      XLA copies first if the logits are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -195,7 +195,8 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return z of `statistics` in float32 or wider."""
+    """Return `z = cap(logits + b)` in float32 or wider, where `cap(a) = softcap tanh(a / softcap)`. If b or softcap is
+    None, the addition or the cap is omitted."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -203,7 +204,8 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The vectors of one part of a row: part p has vectors p, p + parts, p + 2 parts, and so on."""
+    """The division of a row of logits into vectors, and of the vectors into parts. Part p has every `parts`-th vector,
+    from vector p on."""
 
     length: int
     classes: int
@@ -225,9 +227,9 @@ class _Part:
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros).
 
-        `load_group(group)` loads `unrolled` vectors, and repeats the part's last vector if there are fewer. For each
-        vector, it returns (exists, z, is_class), where `is_class` is the mask of columns that are classes, or None if
-        all are.
+        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. If the part has fewer
+        vectors, its last vector is repeated, and `exists` is False. `is_class` is the mask of columns that are classes,
+        or None if all columns are classes.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))

@@ -35,21 +35,22 @@ keep the numbers of stages of docs/lab/2026-11-21-dense.md."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Slices in the ring of weights. `weighed_gradients` has no ring, and its number is 1."""
+    """Number of slices of the weights in the ring. `weighed_gradients` has no ring, and ignores this number."""
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer's outputs with the 1, and of the logits."""
+    """Return the padded widths of the rows of x, of each hidden layer's outputs, and of the logits. A row of outputs
+    also has a 1 after the outputs."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The sizes of the layers, and each kernel's products as pairs of padded widths, (inputs, outputs). `sizes` has the
-    inputs of the first layer, then each layer's outputs."""
+    """The layers of a multi-layer perceptron, and the matrix products of its kernels. Each product is a pair of padded
+    widths, (inputs, outputs). `sizes` has the number of inputs, and then each layer's number of outputs."""
 
     sizes: tuple[int, ...]
 
@@ -86,7 +87,8 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices fit in shared memory next to operands of these widths, up to `_MAX_STAGES`."""
+        """Return how many slices of the products' weights fit in shared memory next to operands of these widths, up to
+        `_MAX_STAGES`."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

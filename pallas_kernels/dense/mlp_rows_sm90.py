@@ -41,8 +41,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store rows to the operand and to `ref`. With `bulk`, this starts a TMA copy to `ref`, which may run on after the
-    return."""
+    """Store `rows` to `operand` in shared memory and to `ref` in device memory. With `bulk`, start a TMA copy to `ref`,
+    which may end after the function returns."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -52,7 +52,8 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store each example's row to its column in device memory, from entry `first` on."""
+    """Store each example's row to the example's column in device memory. The row begins at index `first` of the
+    column."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)

@@ -54,8 +54,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward` and of `forward_and_gradients`. `forward` has no `gradients` and `dx`. `operands` are the
-    rows of x and of each hidden layer's outputs, in shared memory."""
+    """References to the arrays of `forward` and of `forward_and_gradients`. In `forward`, `gradients` and `dx` are
+    None. `operands` are the rows of x and of each hidden layer's outputs, in shared memory."""
 
     x: Any
     labels: Any
@@ -157,7 +157,8 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """`operands` are the gradients with respect to each layer's sums, in shared memory."""
+    """References to the arrays of `backward`. `operands` are the gradients with respect to each layer's sums before
+    ReLU, in shared memory."""
 
     dy: Any
     labels: Any
@@ -210,7 +211,7 @@ def backward(
     """Compute the gradients of `Σ dy loss` with respect to the logits, each hidden layer's sums before ReLU, and x.
 
     Args:
-      dy: `(N,)`.
+      dy: `(N,)`, the gradient with respect to each example's loss.
       labels, weights: arguments of `forward`.
       logits, hidden: results of `forward`.
 
@@ -275,9 +276,9 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Compute (loss, logits, hidden, gradients): the results of `forward`, and a tuple of the results of `backward` for
-    dy = 1. If an example's label is not the index of a class, its gradients are 0.
-    """
+    """Return (loss, logits, hidden, gradients). The first three are the results of `forward`. `gradients` is the tuple
+    that `backward` returns for dy = 1. If an example's label is not the index of a class, its gradients are 0
+    instead."""
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)

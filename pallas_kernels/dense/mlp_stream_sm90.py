@@ -20,7 +20,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Return each matrix as a vector: padded with zeros, rounded to TF32, and divided into slices."""
+    """Pad each matrix with zeros to the widths of its product, round it to TF32, and divide it into slices. Return each
+    matrix's slices as one vector."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -32,7 +33,8 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return the slices, followed by the biases, each padded to the width of its layer's rows."""
+    """Return one vector with all slices, then the biases, and then zeros as padding. Each bias is padded to the width
+    of its layer's rows."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -41,8 +43,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The products of a kernel, (inputs, outputs) each, in the order of use. `weights` has all slices in device memory,
-    with one row per output. No other stream uses the ring."""
+    """The weights of a kernel's products, which stream through a ring of stages. `products` has (inputs, outputs) of
+    each product, in the order of use. `weights` has all slices in device memory. Only this stream uses the ring."""
 
     products: list[tuple[int, int]]
     weights: Any
@@ -78,8 +80,8 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return `operand` times the weights of this product. Call this once per product, in the order in which weights
-        are loaded."""
+        """Return the product of `operand` and the transposed weights of the product with this index. Call this method
+        once per product, in the order of `products`."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
         ahead = self.stages.shape[0] - 1

@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """`sums` has each layer's dw, separately for each group of 128 examples. `left` and `right` are the transposed
-    gradients and inputs for a tile, in shared memory."""
+    """References to the arrays of `weighed_gradients`. `sums` has each layer's dw, separately for each group of 128
+    examples. `left` and `right` are the transposed gradients and inputs for a tile, in shared memory."""
 
     dy: Any
     x: Any
@@ -40,14 +40,15 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The order of tiles: first the tiles of dw, `EXAMPLES x SLICE`, layer by layer, then the tiles of dx."""
+    """The kernel's body, and the order of its tiles. The tiles of dw, of `EXAMPLES x SLICE` elements, come first, layer
+    by layer. The tiles of dx follow."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for the ones
-        after x."""
+        """Numbers of rows and of columns of tiles in each layer's dw. The first layer has one more column of tiles,
+        whose inputs are ones instead of x, for db."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -73,7 +74,8 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Each warpgroup loads half of the examples, and computes half of the tile of dw."""
+        """Compute a tile of dw for one group of examples. Each of the two warpgroups loads half of the examples, and
+        computes half of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)

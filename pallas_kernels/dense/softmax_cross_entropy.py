@@ -23,7 +23,7 @@ _MAX_UNROLLED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Examples of a CTA, and classes whose loads are in flight at once."""
+    """Tile of a CTA: `length` examples. The loads of `unroll` classes are in flight at once."""
 
     length: int
     unroll: int
@@ -43,12 +43,12 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Args:
       logits: `(classes, N)`.
-      labels: `(N,)` or `(classes, N)`.
+      labels: integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example.
 
     Returns:
       (loss, largest, total), each `(N,)`: loss in the dtype of the logits, and float32 largest and total for the
-      backward. With half-precision probabilities instead, the gradient of an almost perfectly classified example would
-      round to zero.
+      backward. If the forward saved half-precision probabilities instead, the gradient of an almost perfectly
+      classified example would round to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -82,8 +82,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    Here y is as in `loss_and_statistics`, j and k are classes, and p is the softmax of the logits:
-    `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
+    Here j and k are classes, and y[k, n] is the weight that the label of example n gives to class k. p is the softmax
+    of the logits: `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`, the gradient with respect to the loss.
@@ -124,8 +124,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return (weigh, valid). `weigh(k, value)` is the value times the label's weight for class k, and `valid` is the
-    mask of examples with a valid label."""
+    """Return (weigh, valid). `weigh` takes a class k and a value, and returns the value times the label's weight for
+    class k. `valid` is the mask of examples with a valid label."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
