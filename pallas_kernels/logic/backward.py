@@ -45,7 +45,8 @@ GATE_SUMS = 4
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return a CTA's lane blocks: slices of the batch, each a vector with `length / LANES` examples per thread."""
+    """Return the slices of the batch for the CTA with index `block`. There are `blocks` slices of `length` examples,
+    with `length / LANES` examples per thread."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -59,15 +60,16 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield the four vectors whose sums over the lanes are one gate's dc. `values` has (dy, a, b) per lane block."""
+    """Yield four vectors for a gate. Their sums over the lanes are dc, the gradients with respect to the gate's
+    coefficients. `values` has the tuple (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer in the encoding of `Graph`. The derivative of its gate with respect to the
-    consumed input is `slope + curve * partner`, where partner is the gate's other input."""
+    """Return (slope, curve) for a consumer, a gate that reads an input, in the encoding of `Graph`. The derivative of
+    the gate with respect to this input is `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -111,7 +113,8 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). Only one CTA reads each element of x, so dx may use the memory of x."""
+    """Return (dx, dc), the gradients with respect to x and the coefficients. Only one CTA reads each element of x, so
+    dx may use the memory of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -148,7 +151,7 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """In the last CTA, the layer's last gate may be repeated."""
+    """Return the indices of a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
@@ -195,8 +198,8 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, the CTA skips
-    the gates that read its input as their b."""
+    """Return (dx, dc), the gradients with respect to x and the coefficients. A CTA computes dc for the gates that read
+    its input as their a. If dx is unused, the CTA skips the gates that read its input as their b."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -251,7 +254,8 @@ docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: inputs, consumers per input that it reads at once, and examples in the lane block."""
+    """Tile of a CTA: `inputs` inputs, and one lane block of `length` examples. The CTA reads `consumers` consumers of
+    each input at once."""
 
     inputs: int
     consumers: int

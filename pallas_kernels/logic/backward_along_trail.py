@@ -74,8 +74,9 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dx for consecutive inputs of the trail, and dc for the gates through which the
-    trail leaves these inputs. If dx is unused, the CTA reads only the gates whose dc it computes."""
+    """Return (dx, dc), the gradients with respect to x and the coefficients. A CTA computes dx for consecutive inputs
+    of the Euler trail, and dc for the gates through which the trail leaves these inputs. If dx is unused, the CTA reads
+    only the gates whose dc it computes."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 

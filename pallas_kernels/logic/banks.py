@@ -27,7 +27,8 @@ _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return the cycles in which each lane i accesses the 16 bytes of row `rows[i]` of shared memory."""
+    """Return how many cycles the accesses of all lanes take, where lane i accesses the 16 bytes of row `rows[i]` of
+    shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -38,13 +39,14 @@ def cycles(rows: np.ndarray) -> int:
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
-    """Return an order of each layer's gates that avoids bank conflicts. The last layer keeps its order.
+    """Return, for each layer, the indices of its gates in an order that avoids bank conflicts. The last layer keeps its
+    order.
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
       turns: for each layer, `(2, gates)`. The gradient of an input is a sum over the gates that read it, in a fixed
         order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input b.
-      rows: the row of each input of the first layer. The rows of other layers begin at multiples of 8.
+      rows: the row in shared memory of each input of the first layer. The rows of other layers begin at multiples of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -61,9 +63,9 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return octets of gates, followed by the list of remaining gates. `a` and `b` are the residues of each gate's
-    inputs. If all residues are equally frequent, no residue occurs twice among the inputs a of an octet, nor among its
-    inputs b.
+    """Return the octets, which are lists of eight gates, followed by the list of the remaining gates. `a` and `b` are
+    the residues of each gate's inputs. If all residues are equally frequent, no residue occurs twice among the inputs a
+    of an octet, nor among its inputs b.
 
     The octets are an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of
     inputs b, its edges the gates, and its colors the octets. A residue is free in an octet if no gate of the octet has
@@ -110,8 +112,8 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return an order of the gates in which a gate's position within its octet is its residue. In one octet after
-    another, gates exchange residues while this lowers the cost of bank conflicts.
+    """Return the indices of the gates in a new order, in which a gate's position within its octet is its residue. In
+    one octet after another, gates exchange residues while this lowers the cost of bank conflicts.
 
     Args:
       octets: the result of `_octets`.
@@ -140,7 +142,8 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Assign a different row of `cost` to each column, such that no exchange of two rows lowers the total."""
+    """Return a row of the square matrix `cost` for each column. The rows are all different, and no exchange of two rows
+    lowers the total cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

@@ -25,7 +25,7 @@ more gates, so that as many loads are in flight."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Gates of a CTA, and examples in its lane block, a multiple of `LANES`."""
+    """Tile of a CTA: `gates` gates, and one lane block of `length` examples, a multiple of `LANES`."""
 
     gates: int
     length: int

@@ -52,16 +52,18 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`. `mixture_gradient` describes the arguments."""
+    """Return c, `(*gates, 4)`, the coefficients of each gate. They are the mean of the coefficients in `table`,
+    weighted with the softmax of the gate's logits. `mixture_gradient` describes the arguments."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits. `mixture` and `mixture_gradient` run only on GPUs and in the simulator.
+    """Return dlogits, the gradient with respect to the logits. `mixture` and `mixture_gradient` run only on GPUs and in
+    the simulator.
 
     Args:
-      dc: `(*gates, 4)`, float32.
+      dc: `(*gates, 4)`, float32, the gradient with respect to the result of `mixture`.
       logits: `(*gates, functions)`, float32.
       table: for each function, its four integer coefficients.
     """

@@ -9,7 +9,8 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return the values of each level, from the leaves to the root. A gate's value is `c0 + c1 a + c2 b + c3 ab`."""
+    """Return one list of values per level, from the leaves to the root. A gate reads two neighboring values a and b of
+    the level before, and its value is `c0 + c1 a + c2 b + c3 ab`. `c` lists the four coefficients of each gate."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
@@ -21,9 +22,9 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves, from the result of
-    `levels_of_tree` and the gradient dy with respect to the root. A gate's dc is the gradient with respect to its
-    value, times (1, a, b, ab)."""
+    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves. `levels` is the result of
+    `levels_of_tree`, and `dy` is the gradient with respect to the root. A gate's dc is the gradient with respect to the
+    gate's value, times (1, a, b, ab)."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

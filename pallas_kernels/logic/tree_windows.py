@@ -50,16 +50,18 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the row-major index, in channel 0, of the top left pixel of a pooling window's first tree position."""
+        """Return the row-major index, in channel 0, of the top left pixel of a tree. The tree is at the first position
+        of the pooling window (row, column)."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from `first` to the top left pixel of another position of the pooling
-        window."""
+        """Return the distance in pixels between a tree at the first position of a pooling window and the tree at
+        position `place`."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return `(kernels, leaves)`: the distance in pixels from a tree's top left pixel in channel 0 to each leaf."""
+        """Return an array `(kernels, leaves)`. It has the distance in pixels from a tree's top left pixel, in channel
+        0, to each leaf."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -79,8 +81,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Load the leaves from the flattened image `numbers`, in each lane at its position `place` in the pooling
-        window."""
+        """Return one vector per leaf, loaded from the flattened image `numbers`. Each lane reads the leaves of the tree
+        at the lane's position `place` in the pooling window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -108,8 +110,8 @@ def as_rows(x):
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`. Each call gets
-    the columns of `columns_per_turn` neighboring windows of one row."""
+    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
+    last carry. Each call gets the columns of `columns_per_turn` neighboring windows of one row."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

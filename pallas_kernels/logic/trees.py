@@ -51,8 +51,8 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each tree in each pooling window, and the index of the first position
-    with this value.
+    """Return (y, indices). y has the largest value of each tree in each pooling window, and `indices` has the index of
+    the first position with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
@@ -132,7 +132,7 @@ def leaf_gradients(
 
     Returns:
       dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32. A gate's dc is the sum
-      of `d (1, a, b, ab)` over examples and windows, where d is the gradient with respect to its value.
+      of `d (1, a, b, ab)` over examples and windows, where d is the gradient with respect to the gate's value.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -160,7 +160,8 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """References to unused gradients are None."""
+    """Compute the gradients for one tree and for `rows` rows of pooling windows. If a gradient is unused, the reference
+    to it is None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

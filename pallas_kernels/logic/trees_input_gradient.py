@@ -62,8 +62,8 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, for the image without its padding. The kernel runs only on GPUs
-    and in the simulator.
+    """Return dx `(channels, height, width, N)` float32, the gradient with respect to the image without its padding. The
+    kernel runs only on GPUs and in the simulator.
 
     Args:
       dleaves, places, leaves: result and arguments of `leaf_gradients`.
@@ -92,7 +92,8 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """An image without padding, divided into bands of `rows` rows, and the pooling windows whose leaves read a band."""
+    """The division of an image without padding into bands of `rows` rows. Methods find the pooling windows whose leaves
+    read a band."""
 
     rows: int
     height: int
@@ -107,12 +108,13 @@ class _Bands:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Distance between pooling windows, in rows and in columns of the image."""
+        """Distance between neighboring pooling windows, in rows and in columns of the image."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return the range of rows of pooling windows, out of `rows`, in which a leaf reads pixels of a band. At the
-        first position of the first row of windows, the leaf reads row `leaf_row`, relative to the band."""
+        """Return (first, end), the range of rows of pooling windows in which a leaf reads pixels of a band. There are
+        `rows` rows of windows. At the first position of the first row, the leaf reads row `leaf_row` of pixels,
+        relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of this row of windows, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -120,9 +122,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient, or an element that nobody
-        reads if the leaf's pixel is outside the band. `row` and `column` are the leaf's pixel at the window's first
-        position, relative to the band. `place` is each lane's position in the window."""
+        """Return the index of the element of shared memory to which each lane adds a leaf's gradient. If the leaf's
+        pixel is outside the band, this is an element that nobody reads. `row` and `column` are the leaf's pixel at the
+        window's first position, relative to the band. `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -14,8 +14,9 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Elements of a state, one per lane: their indices `row` and `column` in the last layer's rows of shared memory,
-    and `place` in the state. Indices of elements that do not exist point to an unused element."""
+    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows of shared
+    memory, and `place` in the state. `valid` is False for elements that do not exist, whose indices point to an unused
+    element."""
 
     row: Array
     column: Array
@@ -26,10 +27,11 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a group: `count` cells, whose rows of shared memory have one column per cell.
+    """A slice of a CTA's group of cells. The slice has `count` cells, and its rows of shared memory have one column per
+    cell.
 
-    `first_of_group` is the group's first cell. `slices` are the rows of all slices of the group, and `number` is this
-    slice's index.
+    `first_of_group` is the index of the group's first cell. `slices` has the rows of all slices of the group, and
+    `number` is the index of this slice.
     """
 
     plan: Plan
@@ -73,7 +75,8 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return, for each input in a part of the inputs' rows, its index in the state and whether it exists."""
+        """Return two arrays `(lanes, count)` for a part of the inputs' rows: each input's index in the state, and
+        whether the input exists."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -119,7 +122,7 @@ class Inputs:
 
 
 def write_next_state(new_state, state, fires, last_layer, part, slices):
-    """A cell that does not fire keeps its `state`."""
+    """Write the next state of the cells in `slices`. A cell that does not fire keeps its `state`."""
     for cells in slices:
         elements = cells.state_elements(part)
         outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -134,8 +137,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 class OutputGradients:
     """The gradients with respect to the next state of a group of cells.
 
-    `load` reads dkept and dseen, whose sum `tick_backward` describes. `write` writes the sums to shared memory, and the
-    gradients with respect to kept states to `dkept_out`.
+    `load` reads dkept and dseen. `write` adds them as `tick_backward` describes. It writes the sums to shared memory
+    for cells that fire, and to `dkept_out` for other cells.
     """
 
     team: Team
@@ -157,7 +160,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield an element's index in the dseen of each of the nine cells that see it, and whether that cell exists."""
+        """For each of the nine cells that see an element, yield the element's index in dseen, and whether the cell
+        exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

@@ -38,13 +38,13 @@ _MAX_CONSUMERS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Division of a tick among CTAs and warpgroups.
+    """Division of a tick (time step) among CTAs and warpgroups.
 
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
-      programs: CTAs.
+      programs: number of CTAs.
       lanes: maximum lanes that one warpgroup computes per step.
-      lookahead: how many steps before a step its wires and coefficients are fetched.
+      lookahead: number of steps by which wires and coefficients are fetched ahead.
       totals_in_registers: whether a CTA sums the coefficients' gradients in registers, instead of in device memory.
     """
 
@@ -108,8 +108,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter as
-    an access to all rows, and with several warpgroups would report data races that do not exist."""
+    """Return `config`, but in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter
+    as an access to all rows. With several warpgroups, it would report data races that do not exist."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

@@ -87,8 +87,8 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `consumers` has the rows to which the gates' consumers write
-    gradients, two row numbers per integer."""
+    """Operands of the backward of a part's gates. `total` has the sums of dc in device memory, or is None. `consumers`
+    has the rows to which the gates' consumers write gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -97,7 +97,7 @@ class _GatesBackward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The backward of all layers.
+    """The backward of all layers for one group of cells.
 
     Attributes:
       consumers: array with the tables of `Plan.consumers`.
@@ -143,8 +143,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices of the cells for which this warpgroup computes a part's gradients. Warpgroups divide the
-        slices among each other only if the sums of dc are in registers."""
+        """Return the slices of the cells for which this warpgroup computes the gradients of a part's gates. Warpgroups
+        divide the slices among each other only if the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -187,7 +187,7 @@ class Backward:
 
     def sum_kernels(self, part, firsts):
         """Sum the gradients with respect to perception's inputs over perception's kernels. `firsts[0]` has, for each
-        lane, the row of the first kernel's gradient."""
+        lane, the number of the row with the first kernel's gradient."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -222,8 +222,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`. If the warpgroups divide the slices of a part, the second warpgroup passes its
-    sums to the first warpgroup through shared memory."""
+    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc in registers. If the warpgroups
+    divide the slices of a part, the second warpgroup passes its sums to the first warpgroup through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

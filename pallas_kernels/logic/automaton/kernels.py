@@ -102,11 +102,12 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total): the gradients with respect to the states of the nine cells that each cell sees, to
-    the states that cells keep if they do not fire, and to the coefficients.
+    """Return (dseen, dkept, total). dseen is the gradient with respect to the states of the nine cells that each cell
+    sees. dkept is the gradient with respect to the states that cells keep if they do not fire. total has the gradients
+    with respect to the coefficients, as one sum per CTA and lane.
 
     The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
-    state is the cell's dkept plus the cell's entries in the dseen of the nine cells that see it.
+    state is the cell's dkept plus the cell's gradients in the dseen of the nine cells that see it.
 
     Args:
       coefficients, state, fires: as in `tick`.
@@ -165,8 +166,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute `steps(slices, carry)` for each of a CTA's groups of cells, and return the last `carry`, which is None or
-    a list that the steps change in place. `loads` fetch the next group's data during a group's last steps."""
+    """Compute the steps for each of a CTA's groups of cells, and return the last `carry`. `steps(slices, carry)` takes
+    a group's slices, and returns the steps. `carry` is None or a list that the steps change in place. The objects
+    `loads` fetch the next group's data during a group's last steps."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

@@ -31,7 +31,7 @@ class Layer:
       lanes: rows, one per lane, a multiple of a warpgroup's threads.
       count: rows with a gate or an input. The other rows are padding.
       max_consumers: most consumers of any of these rows.
-      copies: consecutive lanes with equal coefficients.
+      copies: number of consecutive lanes with equal coefficients.
     """
 
     first: int
@@ -86,12 +86,12 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """Rows of the inputs, and at least one row of zeros."""
+        """Rows of the inputs, followed by at least one row of zeros."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
     def zeros(self) -> int:
-        """A row of zeros, for unused entries of tables."""
+        """Index of a row of zeros, to which unused entries of the tables point."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -105,12 +105,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Each layer's first row in the array of coefficients, then the number of rows."""
+        """Index of each layer's first row in the array of coefficients, and then the number of rows of this array."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Each layer's first lane among the lanes of all layers, then the number of lanes."""
+        """Index of each layer's first lane among the lanes of all layers, and then the number of these lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -139,7 +139,8 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """The rows for gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
+        """The rows to which gradients are written: rows of layers whose backward is finished, and a few rows after the
+        last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
@@ -157,7 +158,8 @@ class Plan:
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The tables of consumers, in one array in the order of the fields."""
+        """The positions of all tables of row numbers in one array: first one table per layer, then the table of the
+        inputs, then `kernel_sums`."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -171,8 +173,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that lists, for each lane, `consumers` row numbers, two per integer. It has `(pairs, lanes)` integers,
-    from index `first` on of a longer array."""
+    """A table with `consumers` row numbers per lane, two row numbers per integer. It has `(pairs, lanes)` integers,
+    which begin at index `first` of a longer array."""
 
     first: int
     consumers: int
@@ -184,10 +186,11 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
+    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients. The
+    consumers are the gates that read the row.
 
-    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The next kernels' rows follow
-    at distances of `channels` rows.
+    `kernel_sums` is used for sums over perception's kernels. It lists only the first kernel's row, because the other
+    kernels' rows follow at distances of `channels` rows.
     """
 
     layers: tuple[Table, ...]
@@ -201,8 +204,8 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first of the rows to which its gates write gradients, first for inputs a, then for
-        inputs b. They are reused after the backward of the layer before has read them, except in the update's first
-        layer.
+        inputs b. These rows are reused after the backward of the layer before has read them, except in the update's
+        first layer.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
         in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
@@ -218,7 +221,7 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the first row of the lowest range of `size` rows that overlaps none of the `(first, end)` ranges."""
+    """Return the first row of the lowest range of `size` rows that overlaps no range `(first, end)` in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -45,10 +45,10 @@ class Step:
 
     Attributes:
       fetch: returns the operands from device memory.
-      compute: function of the operands, and of the result of `read` if there is one.
+      compute: takes the operands, and the result of `read` if `read` is not None.
       is_last: whether this is the last step of its layer, so that a barrier follows.
-      read: None, or a function of the operands that reads the step's inputs from shared memory before the barrier,
-        while the warpgroup would wait. The previous step must not write these rows.
+      read: None, or a function that takes the operands and reads the step's inputs from shared memory. It runs before
+        the barrier of the previous step, where the warpgroup would wait. The previous step must not write the inputs.
     """
 
     fetch: Callable[[], Any]
@@ -78,7 +78,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup computes the part for a different one of `slices` slices."""
+        """Whether each warpgroup computes the part for a different slice, where `slices` is the number of slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -93,8 +93,8 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. If the part `is_alone`, only the first warpgroup calls it; the others return
-        `otherwise`."""
+        """Return `function()`. If the part `is_alone`, only the first warpgroup calls the function, and the other
+        warpgroups return `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
