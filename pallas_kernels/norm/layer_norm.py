@@ -37,7 +37,7 @@ _PROGRAMS = 4
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """Elements that a CTA loads at once, a multiple of its threads."""
+    """Elements that a CTA loads at once, a multiple of the number of its threads."""
 
     vector: int
 
@@ -47,8 +47,8 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: elements that a CTA loads at once, a multiple of its threads.
-      rows: rows per CTA, of which it reads all columns.
+      vector: elements that a CTA loads at once, a multiple of the number of its threads.
+      rows: rows per CTA. The CTA reads all columns of these rows.
       columns: columns of dx per CTA, a multiple of `vector`.
     """
 
@@ -76,7 +76,8 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std): y in x's dtype, and `(rows,)` float32 offset and inv_std.
+    """Return (y, offset, inv_std). y has x's shape and dtype. offset is each row's mean minus its first element, and
+    inv_std is the factor that normalizes the row. Both are float32 `(rows,)`.
 
     Args:
       x: `(rows, hidden)`.
@@ -127,7 +128,8 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward. With `t = dy * scale`, means over a row, and sums over all rows, the gradients are
+    """Compute the backward. With the normalized rows x̂, `t = dy * scale`, means over a row, and sums over all rows,
+    the gradients are
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
@@ -177,7 +179,8 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std), where x̂ is a function of a slice of columns."""
+        """Return (x̂, offset, inv_std). x̂ is a function that takes a slice of columns, and returns the row's
+        normalized values in these columns."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -197,7 +200,8 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """`sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
+    """References to the arrays of the backward. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None
+    if unused."""
 
     dy: Any
     x: Any

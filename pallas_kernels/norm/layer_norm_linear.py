@@ -31,7 +31,7 @@ _LOADED_OUTPUTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A CTA's outputs and columns of dw, which divide all outputs and columns."""
+    """Tile of a CTA: `outputs` rows and `columns` columns of dw. They divide dw's rows and columns."""
 
     outputs: int
     columns: int
@@ -54,11 +54,12 @@ def _heuristic(s, db, scale, bias, w):
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:
-    """Return dw in w's dtype, and float32 dscale and dbias.
+    """Return (dw, dscale, dbias). dw has w's dtype, and dscale and dbias are float32. dz is the gradient with respect
+    to the dense layer's output, and x̂ is LayerNorm's normalized input.
 
     Args:
-      s: `(outputs, hidden)`, float32.
-      db: `(outputs,)`, float32.
+      s: `(outputs, hidden)`, float32, the sum of `dzᵀ x̂` over the rows.
+      db: `(outputs,)`, float32, the sum of dz over the rows.
       scale, bias: `(hidden,)`.
       w: `(outputs, hidden)`, hidden a multiple of 128.
     """

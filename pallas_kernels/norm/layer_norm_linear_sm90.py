@@ -53,7 +53,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Stages of the ring for blocks of dz."""
+    """Number of stages in the ring for blocks of dz."""
 
     stages: int
 
@@ -110,8 +110,8 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return (z, offset, inv_std): z `(rows, outputs)` in x's dtype, and the float32 statistics `(rows,)` of
-    `layer_norm.normalise`.
+    """Return (z, offset, inv_std). z `(rows, outputs)` is the dense layer's output in x's dtype. offset and inv_std are
+    the float32 statistics `(rows,)` of `layer_norm.normalise`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
@@ -147,7 +147,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """`vectors` holds scale, bias, and b in shared memory."""
+    """References to the arrays of `forward`. `vectors` holds scale, bias, and b in shared memory."""
 
     x: Any
     w: Any
@@ -245,7 +245,7 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and x̂, both in x's dtype.
+    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype.
 
     Args:
       dz: `(rows, outputs)`, the gradient with respect to z.
@@ -286,8 +286,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row. `hat` is
-    None if x̂ is unused."""
+    """References to the arrays of `input_gradient`. With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂
+    over each warpgroup's half of a row. `hat` refers to x̂, and is None if x̂ is unused."""
 
     dz: Any
     x: Any

@@ -52,7 +52,8 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the rows per group: at least one block, and enough rows for TMA copies of about 8 KiB."""
+    """Return the number of rows per group. A group has at least one block, and enough rows for TMA copies of about 8
+    KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -168,7 +169,8 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return only dx, `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in the dtype of x̂. Here `t = dy * scale`.
+    """Return only dx, `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in the dtype of x̂. Here `t = dy * scale`, and
+    means are over a row.
 
     Args:
       t, normalised: t and x̂, `(rows, hidden)`.
@@ -179,13 +181,14 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return (dx, x̂) in x's dtype: x̂ is x normalized, without scale and bias, and dx is as in `input_gradient`. t and
-    x are `(rows, hidden)`."""
+    """Return (dx, x̂) in x's dtype. x̂ is the normalized x, before scale and bias, and dx is as in `input_gradient`. t
+    and x are `(rows, hidden)`."""
     return _launch_input_gradient(t, x, None, eps, config)
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` is x̂: return (dx,). Otherwise compute x̂ and inv_std from `x`, and return (dx, x̂)."""
+    """If eps is None, `x` already is x̂, and the result is (dx,). Otherwise, compute x̂ and inv_std from `x`, and
+    return (dx, x̂)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -266,8 +269,8 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus these blocks'
-        terms."""
+        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus the terms of these
+        blocks for dscale and dbias."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -286,7 +289,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """The body of the kernels that compute only dx. If eps is None, they read x̂, else x."""
+    """The body of the kernels that compute only dx. If eps is None, the kernels read x̂, otherwise x."""
 
     eps: float | None
 

@@ -20,8 +20,8 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """The statistics of each row, defined in `layer_norm.py`, or references to them. Without `center`, `offset` is
-    None."""
+    """The statistics of each row, which `layer_norm.py` defines, or references to these statistics. Without `center`,
+    `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -86,14 +86,15 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Return this thread's part of the sum over the rows of a block. `sum` adds the parts of different threads."""
+        """Return this thread's part of the sums of a block's columns. `sum` adds the parts of different threads."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of blocks that are computed together, each block as the index of its first row.
+        """Divide the rows into blocks, and return lists of blocks that are computed together. Each block is given as
+        the index of the block's first row.
 
         Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
         row per warpgroup has a separate list, so that it can use all registers.
@@ -102,16 +103,16 @@ class Block:
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function that returns the value of `compute`. With one row per warp, each call computes it again.
-        Otherwise, it is computed once and stays in registers."""
+        """Return a function without arguments that returns the value of `compute()`. With one row per warp, each call
+        computes the value again. Otherwise, the value is computed once and stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Each block and each result is a function that returns the array, as `values` makes it."""
+        """Return `operation(block, a)` for each block, where a has the block's values from `row_values`, repeated along
+        each row. Each block and each result is a function without arguments that returns the array: see `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -121,8 +122,9 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return (x̂, statistics) with one entry per block. Each entry of x̂ is a function that returns the array, as
-        `values` makes it. Statistics are computed unless `known_statistics` has them."""
+        """Return two lists with one element per block: the normalized blocks x̂, and the statistics. Each x̂ is a
+        function without arguments that returns the array: see `values`. Statistics are computed unless
+        `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]

@@ -53,8 +53,8 @@ class Stream:
         """Copy each group of rows to shared memory, call `carry = step(first_row, stages, wait, carry)` for the group,
         and return the last carry.
 
-        `stages` has one stage per array of `sources`. After `step` has called `wait`, the stages hold the group's rows.
-        `step` overwrites the i-th stage with the result for the i-th of `targets`.
+        The argument `stages` of `step` has one stage per array of `sources`. After `step` has called `wait()`, the
+        stages hold the group's rows. `step` overwrites the i-th stage with the result for the i-th array of `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

@@ -70,7 +70,8 @@ def elementwise(
 ) -> Array | tuple[Array, ...]:
     """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
-    If an array is broadcast along some but not all axes of a row, it is first broadcast in memory.
+    A row spans the trailing axes that `Rows` chooses. If an array is broadcast along some but not all axes of a row, it
+    is first broadcast in memory.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers

@@ -111,7 +111,7 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """The kernel's sums: `count * blocks` sums, each over `steps` vectors of `length` elements.
+    """The sums that a kernel computes. There are `count * blocks` sums, each over `steps` vectors of `length` elements.
 
     Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
     element. Along columns, the data is a stack of `count` matrices, with `blocks` blocks of columns each. Each step
@@ -130,8 +130,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and its vector's first element. Along columns, the last two blocks may
-        overlap."""
+        """Return the index of the row that a step reads, and the index in this row of the vector's first element. Along
+        columns, the last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -175,7 +175,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     The order of summation is fixed. If a row does not end with a whole vector, XLA sums the remaining elements.
 
     Args:
-      formula: see `elementwise`.
+      formula: maps one vector per array to a vector or a tuple of vectors, as in `elementwise`.
       axes: axes to sum over, counted from the front.
 
     Returns:
@@ -215,7 +215,8 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """The axes after `walk.axis` together fill a vector."""
+    """Return one array per output of the formula, with its sums over `walk.axis`. The axes after `walk.axis` must have
+    enough elements together for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)

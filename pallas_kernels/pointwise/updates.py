@@ -40,7 +40,7 @@ Arrays = Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Consecutive accesses per thread and array."""
+    """Number of consecutive accesses of each thread to an array."""
 
     accesses: int = 1
 
@@ -98,7 +98,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """No array may be empty."""
+    """Compute `updates` in one launch. No array may be empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat_changed, flat_constant = (
