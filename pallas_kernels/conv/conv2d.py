@@ -23,7 +23,7 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Taps are positions of a filter. The limit bounds compile time. Not tuned."""
+"""Maximum unrolled taps, which are positions of a filter. The limit bounds compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs of `correlate_batch`, several per multiprocessor."""
 

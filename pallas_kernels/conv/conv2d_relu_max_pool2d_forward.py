@@ -74,7 +74,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
 
     Returns:
       y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, uint8 of the same
-      shape: `r * S + s`, or R * S where y = 0.
+      shape. An index is `r * S + s`, or R * S where y = 0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S

@@ -44,7 +44,7 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product, one per feature: a pair of a window of the tile and an output channel."""
+"""Rows of a `wgmma` product, one per feature. A feature is one output channel in one window of the tile."""
 _MAX_PLACES = 4
 """With more positions per window, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2

@@ -90,7 +90,7 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results of a tile per example, one per output channel and window."""
+        """Number of results in a tile per example: one per output channel and window."""
         return self.K * self.windows
 
     @property

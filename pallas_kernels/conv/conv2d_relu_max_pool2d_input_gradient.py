@@ -23,11 +23,11 @@ from pallas_kernels.core.layouts import LANES, largest_divisor, quotient, remain
 from pallas_kernels.core.tiles import check_divides, kernel
 
 _MAX_CELL_SUMS = 48
-"""Sums of dx in a thread's registers."""
+"""Maximum sums of dx in a thread's registers."""
 _MAX_CELL_REGISTERS = 200
 """Registers per thread for sums, gradients, and loads. The other registers are for weights."""
 _MAX_UNROLLED = 2000
-"""A thousand unrolled products take up to two seconds to compile."""
+"""Maximum unrolled products. A thousand unrolled products take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class InputGradientConfig:
     Attributes:
       channels: input channels per CTA, a divisor of all input channels.
       cells: adjacent cells per CTA. The last CTA of a row may have fewer.
-      ahead: output channels per iteration, a divisor of all output channels. The next iteration's gradients load
-        meanwhile.
+      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients of the next
+        iteration load.
     """
 
     channels: int

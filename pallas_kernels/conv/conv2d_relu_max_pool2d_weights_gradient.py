@@ -36,7 +36,7 @@ _OTHER_REGISTERS = 30
 """Estimated registers per thread besides sums and patch. The estimated resident CTAs then agree with ptxas for
 LeNet."""
 _MAX_PATCH = 72
-"""Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Maximum elements of a patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 

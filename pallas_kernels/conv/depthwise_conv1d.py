@@ -24,7 +24,7 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""In the backward, each element of a filter takes up to 12 of a thread's 255 registers."""
+"""Maximum elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
 _LOADED_BYTES = 8
 """Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM could not prove that two accesses are aligned, and
 would load single elements."""

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""The exact float32 kernels unroll all positions of a filter."""
+"""Maximum positions of a filter, because the exact float32 kernels unroll all positions."""
 MAX_PLACES = 16
-"""Positions of a pooling window in the exact float32 kernels."""
+"""Maximum positions of a pooling window in the exact float32 kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:

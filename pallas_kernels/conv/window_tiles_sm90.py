@@ -8,7 +8,7 @@ from pallas_kernels.core.layouts import quotient
 EXAMPLES = 64
 """Examples per tile. With 64 examples and 64 features, a thread has 32 sums per window position."""
 MAX_BOX = 256
-"""Elements along each axis of a bulk copy."""
+"""Maximum elements along each axis of a bulk copy."""
 BARRIER_BYTES = 1024
 """Bytes of shared memory for the barriers. Operands are aligned to 1024 bytes."""
 

@@ -83,8 +83,8 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]`. `places` has one integer array `(lanes, width)` per axis of `ref`, and the result has the
-    same shape."""
+    """Return `ref[places]` in registers. `places` has one integer array `(lanes, width)` per axis of `ref`, and the
+    result has the same shape."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -101,8 +101,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Write an array in registers: `ref[places] = values`. If two values have equal indices, either value may
-    remain."""
+    """Set `ref[places] = values`. `places` has one integer array per axis of `ref`, and all arrays are in registers. If
+    two values have equal indices, either value may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return

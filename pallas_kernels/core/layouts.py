@@ -131,7 +131,8 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`. A loop's carry must keep its layout."""
+    """Return float32 zeros in the register layout of `vector`, to begin a loop whose carry has this layout. A carry
+    must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 

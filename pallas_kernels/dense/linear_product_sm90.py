@@ -25,7 +25,7 @@ STEP = OPERAND_BYTES // ITEM_BYTES
 """Elements of the summed axis per step. They fill one row of an operand's tile."""
 
 CONSUMERS = 2
-"""The registers of each consumer warpgroup hold 64 x 256 or 128 x 128 sums."""
+"""Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 """Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 512 registers for a producer thread
@@ -73,9 +73,9 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and the column of the tile with this index, counted in tiles. The order of tiles is row by row
-    within a block of `width` columns and `rows` rows of tiles. `plgpu.planar_snake` would visit every other block from
-    its bottom."""
+    """Return the row and the column of the tile with this index, counted in tiles. Tiles are numbered row by row within
+    a block of `width` columns and `rows` rows of tiles, and then block by block. `plgpu.planar_snake` would visit every
+    other block from its bottom."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 

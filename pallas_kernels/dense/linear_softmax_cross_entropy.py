@@ -72,7 +72,7 @@ def statistics(
 
     Returns:
       (largest, total, sum, label_z), each `(rows,)` in float32: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and
-      the z of the label, or of class 0 for the label -1.
+      the z of the label, or of class 0 for the label -1. Sums are over the classes.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)

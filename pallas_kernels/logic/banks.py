@@ -44,8 +44,9 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`. The gradient of an input is a sum over the gates that read it, in a fixed
-        order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input b.
+      turns: for each layer, an array `(2, gates)`. The gradient of an input is a sum over the gates that read it, in a
+        fixed order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input
+        b.
       rows: the row in shared memory of each input of the first layer. The rows of other layers begin at multiples of 8.
     """
     found = []

@@ -96,8 +96,8 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why the kernels do not support `leaves`, a shape `(kernels, leaves, 3)`, or the pooling window, or
-    None."""
+    """Return why the kernels do not support these trees or this pooling window, or None. `leaves` is a shape
+    `(kernels, leaves, 3)`."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:

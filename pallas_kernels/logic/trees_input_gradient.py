@@ -68,7 +68,7 @@ def input_gradient(
     Args:
       dleaves, places, leaves: result and arguments of `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`, as numbers  `kernel * leaves + leaf`.
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. Each is a number `kernel * leaves + leaf`.
       size: channels, height, and width of the image without its padding.
       padding: rows above the image, and columns to its left.
     """

@@ -31,9 +31,9 @@ _MAX_ELEMENTS = 2**19
 """Average elements per array up to which the kernel is used. It was faster than XLA with 128,000 elements, but not with
 1,024,000: docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Per launch. The compile time grows faster than this number. Not tuned."""
+"""Maximum arrays of each list per launch. The compile time grows faster than this number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""The kernel computes in float32."""
+"""Supported dtypes. The kernel computes in float32."""
 
 Arrays = Sequence[Array]
 

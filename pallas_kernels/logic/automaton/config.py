@@ -33,7 +33,7 @@ _FORWARD_PROGRAMS = 2
 _RESERVED_BYTES = 2048
 """Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer bytes. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
+"""Maximum consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
