@@ -106,7 +106,7 @@ def provenance(name: str, report: Report) -> str:
     if any(row.get("peer") == PUBLISHED for row in rows):
         parts.append(f"The {PUBLISHED} is reimplemented from its article, and runs on the same version of JAX.")
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
-    errors = grouped(compared, lambda row: row.get("peer") or row["implementation"])
+    errors = grouped(compared, lambda row: row.get("peer") or f"`{row['implementation']}`")
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
         parts.append(f"Largest relative error against float64: {', '.join(largest)}.")

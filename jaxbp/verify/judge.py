@@ -339,10 +339,11 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Sum `a` along each axis. Return the mask of elements whose sums are near the range of the same sums of `found`.
+    """Return the mask of elements of `a` for which the sum along every axis is right, given gradients at nearby points.
 
-    `found` has gradients at nearby points, where ties are broken. At a tie, an op may divide a gradient among equal
-    elements, but must not change the sum. The range is widened by its length on both sides. If there are many ties, the
+    `found` has the gradients at nearby points, where ties are broken. At a tie, an op may divide a gradient among equal
+    elements, but must not change the sum. A sum of `a` is right if it is in the range of the sums of `found` along the
+    same axis. The range is widened by its length on both sides. If there are many ties, the
     few nearby points seldom break all of them in the same direction, and their sums miss the correct extremes.
     """
     right = np.ones(a.shape, bool)

@@ -177,8 +177,9 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `weights[a, b]`, with rows (r, c, v) and columns (tr, ts, q, k). A cell multiplies `routed`
-    of the group a rows above and b columns to the left by the transpose of `weights[a, b]`.
+    """Return the matrices `weights[a, b]`, with rows (r, c, v) and columns (tr, ts, q, k). For the cell in
+    row m and column j, `routed` of the group in row m - a and column j - b is multiplied by the transpose of
+    `weights[a, b]`.
 
     (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a group. c and k are input
     and output channels. An element is `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the

@@ -24,7 +24,7 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 class _WeighedGradientsRefs(NamedTuple):
     """References to the arrays of `weighed_gradients`. `sums` has each layer's dw, separately for each group of 128
-    examples. `left` and `right` are the transposed gradients and inputs for a tile, in shared memory."""
+    examples. `left` has the gradients and `right` the inputs for a tile, in shared memory, with the examples last."""
 
     dy: Any
     x: Any

@@ -2,8 +2,8 @@
 the last axis of images: `(channels, height, width, N)`. In shapes, `kernels` is the number of trees.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
-gradients of the leaves up to the gradient with respect to the image.
+recomputes the tree at the position of the largest value in each pooling window. The sums of the
+gradients of the leaves in `trees_input_gradient` are the gradient with respect to the image.
 """
 
 import functools

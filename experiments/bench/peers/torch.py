@@ -333,10 +333,8 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile the layers one after the other until `COMPILE_SECONDS` have passed. Return fields of the row.
-
-    Compiling a whole model can take many minutes.
-    """
+    """Compile the layers one after the other until `COMPILE_SECONDS` have passed, because a whole model can take many
+    minutes. Return the seconds, and a note if some layers were not compiled, as fields of the bench's row."""
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:
