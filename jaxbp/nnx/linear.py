@@ -65,7 +65,7 @@ class LinearSoftmaxCrossEntropy(Linear):
         super().__init__(*args, **options)
         if used := [name for name, is_used in self._only_in_flax().items() if is_used]:
             raise NotImplementedError(
-                f"LinearSoftmaxCrossEntropy: the value of {', '.join(used)} is not the default; wants the default, "
+                f"LinearSoftmaxCrossEntropy: {', '.join(used)} is not the default value; wants the default value, "
                 "because the loss does not use this argument"
             )
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
