@@ -91,7 +91,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare the values and gradients of an op with those of its twin in JAX or Flax, which computes in float64.
+    """Compare an op with its twin in JAX or Flax, which computes in float64: the values and the gradients.
 
     With `implementations`, the op takes the argument `implementation=`. One program computes all of them.
     """

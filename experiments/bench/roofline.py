@@ -171,6 +171,8 @@ def _bytes(avals: Any) -> int:
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
     """Return how many bytes of an argument the jaxpr reads. A gather reads as many bytes as its result has."""
     size, read = _bytes([argument.aval]), 0
+    if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
+        return size
     for equation in jaxpr.eqns:
         for i, v in enumerate(equation.invars):
             if v is not argument:

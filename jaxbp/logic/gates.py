@@ -148,12 +148,17 @@ def harden(
     """
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
-    if not isinstance(logits, jax.core.Tracer) and (count := int(np.isnan(logits).any(axis=-1).sum())):
+    if not isinstance(logits, jax.core.Tracer) and (count := int(_count_with_nan(logits))):
         raise ValueError(f"harden: the logits of {count} gates contain NaN; wants logits without NaN")
     return _harden(logits, parametrization)
 
 
 # Without jit, JAX would compile each operation for every shape.
+@jax.jit
+def _count_with_nan(logits):
+    return jnp.isnan(logits).any(axis=-1).sum()
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _harden(logits, parametrization):
     if parametrization == "softmax":

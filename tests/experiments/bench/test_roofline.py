@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def test_what_need_not_move_is_not_counted(workload_at):
     counted = cost(workload_at("add_backward", "bias"), BATCH, "float32")
     assert counted.result_bytes > counted.written_bytes > 0
     assert counted.argument_bytes > counted.read_bytes > 0
+
+
+def test_what_a_nested_program_returns_unchanged_is_read(workload_at):
+    workload = dataclasses.replace(
+        workload_at("relu_backward", "relu1"), function=lambda *_: lambda dy, y: (jax.jit(lambda a: a)(dy) * y,)
+    )
+    counted = cost(workload, 1, "float32")
+    assert counted.read_bytes == counted.argument_bytes
 
 
 def test_a_gather_reads_only_the_rows_that_it_selects(workload_at):

@@ -76,6 +76,17 @@ def test_sequences_with_the_channels_last_are_not_transposed(implementation):
     assert "transpose" not in text and ("mosaic_gpu" in text) == (implementation == "pallas")
 
 
+@pytest.mark.parametrize(
+    ("layout", "shapes", "has_kernel"),
+    [
+        (NWC, [(2, 9, 128), (4, 1, 128)], True),
+        (NCW, [(2, 128, 9), (128, 1, 4)], False),
+    ],
+)
+def test_the_default_on_a_gpu_is_the_kernel_only_if_it_needs_no_transposes(layout, shapes, has_kernel, on_hopper):
+    assert ("mosaic_gpu" in program(None, layout, *shapes)) == has_kernel
+
+
 def test_formulas_do_not_transpose_sequences_with_the_channels_before_the_width():
     transposed = [line for line in program("xla", NCW, (2, 128, 9), (128, 1, 4)).splitlines() if "transpose" in line]
     assert all("tensor<2x" not in line for line in transposed)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from helpers import assert_numerical_gradients_agree, every_implementation, gradients_of
 
+import jaxbp
 from jaxbp import linear, relu, relu_backward
 
 
@@ -48,3 +49,10 @@ def test_relu_keeps_its_result_which_the_next_layer_keeps_too(implementation):
     program = jax.make_jaxpr(gradients_later)(jnp.ones((64, 32)), jnp.ones((2, 32)))
     kept = {variable for variable in program.jaxpr.outvars if variable.aval.size == 64 * 32}
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize("name", ["gelu", "mish"])
+def test_the_default_on_a_gpu_keeps_only_x_for_the_backward(name, on_hopper):
+    x = jax.ShapeDtypeStruct((2, 128), jnp.float32)
+    _, backward = jax.eval_shape(lambda x: jax.vjp(getattr(jaxbp, name), x), x)
+    assert sum(a.size for a in jax.tree.leaves(backward)) == x.size
