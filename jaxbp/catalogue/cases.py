@@ -19,7 +19,7 @@ def case_of(*arguments: Any, **options: Any) -> Case:
 
 ANY = dict(stride=(2, 1), padding=(1, 0))
 POOL_ANY = dict(window=(3, 2), stride=(2, 1), padding=(1, 0))
-# A step of finite differences does not change which element is the maximum.
+# A step of finite differences does not change the maximum's position.
 APART = Argument((1, 2, 5, 6), apart=True)
 CLASS = Argument((BATCH,), below=10)
 
@@ -36,7 +36,7 @@ BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""The shapes of images x, filters w, the convolution's result z, and the pool's result y in LeNet's two blocks."""
+"""Shapes of images x, filters w, convolution z, and pool y in LeNet's two blocks."""
 
 
 def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
@@ -51,13 +51,12 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""The layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion
-(5120 channels)."""
+"""Layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return the case of a causal convolution with one filter of four elements per channel. `sizes` are in the order of
-    `layout`, "NWC" or "NCW", without the batch."""
+    """Return the case of a causal convolution with filters of four elements. `sizes` are in the order of `layout`,
+    without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -70,9 +69,9 @@ def pair_entries(
     """Return the entries of a function and of its public backward.
 
     Args:
-      small, real: the cases. Their arguments are `dy`, and then all arguments of the function.
-      takes: selects the arguments of the function that the backward takes after `dy`.
-      like: the field `like` of both entries. If it is the function's name, only the backward's entry gets it.
+      small, real: cases with `dy` and then all arguments of the function.
+      takes: selects the function's arguments that the backward takes after `dy`.
+      like: as in `Entry`, for both. The function's own name applies only to its backward.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -101,8 +100,8 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of x1 and x2, and of its backward. The shapes of x1 and x2 broadcast. `of` maps
-    "x1" and "x2" to keyword arguments of `Argument`."""
+    """Return the entries of a function of x1 and x2, and of its backward. `of` maps "x1" and "x2" to keyword arguments
+    of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -131,8 +130,8 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Return the entries with `kink_convention=False`. Their ops give the gradient to the first of equal numbers.
-    Autodiff would divide it among them."""
+    """Set `kink_convention=False`, for ops that give the gradient to the first of equal numbers. Autodiff would divide
+    it."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -141,7 +140,7 @@ KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, **options: Any) -> Case:
-    """Return the case of `dy`, x, w, labels, and b. w is scaled so that the logits are about as large as x."""
+    """Return the case of `dy`, x, w, labels, and b, with logits about as large as x."""
     w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
     return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
 
@@ -169,7 +168,7 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of one convolution in a published network of logic gates. Only windows of 3 x 3 have padding."""
+    """Return the case of one convolution in a published network of logic gates."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)

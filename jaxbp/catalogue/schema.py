@@ -24,9 +24,9 @@ class Argument:
     """A random array. Floats are standard normal, times `scale`, plus `offset` along the last axis.
 
     Attributes:
-      shape: the sizes of the axes. `BATCH` stands in place of the batch size.
+      shape: the sizes of the axes. The batch size replaces `BATCH`.
       below: the exclusive upper bound of integers; None for floats.
-      weights: whether the array is the softmax of the floats over the last axis.
+      weights: whether the floats go through a softmax over the last axis.
       apart: whether the floats are evenly spaced, in random order.
       dtype: the dtype of integers.
       positive: whether the floats are at least a half.
@@ -57,7 +57,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires as an argument, the same for every key and dtype. `code` is a Python expression that creates them."""
+    """Wires as an argument, equal for every key and dtype. The Python expression `code` creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str
@@ -118,19 +118,19 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return the logits as two lists. They have one `Argument` per perception layer, and one per update layer."""
+        """Return two lists, with one `Argument` per perception layer, and one per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return the `Argument` of a batch of grids with numbers in [0, 1]. `grid` is the shape without channels."""
+        """Return the `Argument` of a batch of grids in [0, 1]. `grid` is the shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments, which are pytrees of `Argument` and `FixedArgument`, and its options. `batch` is the batch
-    size for timing; None for the bench's default."""
+    """An op's arguments (pytrees of `Argument` and `FixedArgument`) and options. `batch` is the batch size for timing;
+    None for the bench's default."""
 
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -160,10 +160,9 @@ class Entry:
       function: takes the arguments and options of the cases, and `implementation=`.
       small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
-      kernel_dtypes: the dtypes that the kernels of the function take; empty if it has none.
-      like: the name of an entry that differs only in its formula. Tests that do not depend on the formula run only for
-        the entry with this name.
-      kink_convention: whether the gradient equals autodiff's gradient where the function has no derivative.
+      kernel_dtypes: the dtypes that the function's kernels take; empty if it has none.
+      like: the name of an entry that differs only in its formula. Only this entry is tested in full.
+      kink_convention: whether the gradient equals autodiff's where the function has no derivative.
     """
 
     function: Callable

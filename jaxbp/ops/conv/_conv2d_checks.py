@@ -15,7 +15,7 @@ FILTER_AXES = ("out_channels", "in_channels/groups", "filter_height", "filter_wi
 def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
     """Check the arguments. Return x and w with the channels before the spatial axes, and the dict from `options_of`.
 
-    `layout` is a result of `layouts.dimension_numbers`, or None for NCHW images and OIHW filters.
+    `layout` is from `layouts.dimension_numbers`, or None for NCHW and OIHW.
     """
     layout = layouts.dimension_numbers(op, None) if layout is None else layout
     _, _, options = check_shapes(op, x, w, b, layout, **options)
@@ -23,7 +23,7 @@ def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
 
 
 def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1, groups=1) -> tuple[tuple, tuple, dict]:
-    """Check the arguments as `check` does, but return the shapes of its x and w instead of the arrays."""
+    """Check the arguments, but return only the shapes of the x and w that `check` returns."""
     spatial = len(layout.lhs_spec) - 2
     w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
     x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])
@@ -46,8 +46,8 @@ def options_of(op, input_size, filter_size, stride, padding, dilation, groups, p
 
 
 def check_channels(op, x_shape, w_shape, groups, given=()):
-    """Require that the numbers of channels of x and w fit `groups`. `given` is the shape in which x was passed. If x
-    would fit with the channels last, the error suggests dimension_numbers."""
+    """Require channels that fit `groups`. If x, passed in the shape `given`, fits with the channels last, the error
+    suggests this."""
     if x_shape[1] != w_shape[1] * groups or w_shape[0] % groups:
         like_nhwc = tuple(given) == tuple(x_shape) and given[-1] in (w_shape[1] * groups, w_shape[-2] * groups)
         names = ("NHWC", "HWIO", "NHWC") if len(w_shape) == 4 else ("NWC", "WIO", "NWC")

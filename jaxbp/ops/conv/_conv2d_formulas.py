@@ -45,8 +45,7 @@ def forward_formula(x, w, b, *, stride, padding, dilation, groups, precision):
 
 
 def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
-    """Compute the convolution by im2col. For each position of the filter, shift the images by this position. Stack the
-    shifted images. One matrix product per group then multiplies the filters by the stack."""
+    """Compute the convolution by im2col: one product per group of the filters and a stack of shifted images."""
     out = output_size(x.shape[2:], w.shape[2:], stride=stride, padding=padding, dilation=dilation)
     x = jnp.pad(x, ((0, 0), (0, 0), *padding)).swapaxes(0, 1)
     columns = []
@@ -61,7 +60,7 @@ def _multiply_columns(x, w, *, stride, padding, dilation, groups, precision):
 
 
 def _convolve(x, w, *, dimension_numbers, **options):
-    """Call `lax.conv_general_dilated`. On a CPU, put the channels last, because otherwise XLA is slow within a loop."""
+    """On a CPU, put the channels last, because otherwise XLA is slow within a loop."""
 
     def channels_last(x, w):
         x_axes, w_axes, y_axes = dimension_numbers

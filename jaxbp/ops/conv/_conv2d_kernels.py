@@ -1,7 +1,7 @@
 """Calls of the kernels of `conv2d` and its gradients.
 
-Where a product with the filter matrix (`_filter_matrix`) is faster, it computes y or dx, without transposes. All other
-gradients transpose their arrays so that the batch is the last axis, and call a kernel.
+Where a product with the filter matrix (`_filter_matrix`) is faster, it computes y or dx. Other gradients transpose
+arrays so that the batch is the last axis.
 """
 
 import math
@@ -71,8 +71,8 @@ def _parameter_gradients_exact(dy_last, x_batch_last):
 
 
 def one_pass_pays(dy, x, *, filter_size, stride, precision, **options):
-    """Return whether one kernel on the tensor cores should compute both dw and db, instead of the kernels in full
-    float32. This kernel needs stride 1, a dtype and precision for the tensor cores, and shapes that it supports."""
+    """Return whether one kernel on the tensor cores should compute both dw and db, instead of kernels in full
+    float32."""
     reached = [out + f - 1 for out, f in zip(dy.shape[2:], filter_size, strict=True)]
     dy_last = jax.ShapeDtypeStruct((*dy.shape[1:], LANES), dy.dtype)
     x_batch_last = jax.ShapeDtypeStruct((x.shape[1], *reached, LANES), x.dtype)

@@ -1,12 +1,9 @@
-"""Depthwise convolution of sequences: one filter per channel, stride 1, and no dilation. `conv1d` calls it.
+"""Depthwise convolution of sequences: one filter per channel, stride 1, and no dilation.
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x[n, t + u - before, c]
 
-The filters are `(filter_width, channels)`. The padding is one pair (before, after). The option `width_axis` is 1 for
-sequences `(batch, width, channels)`, which the kernels need, and 2 for `(batch, channels, width)`.
-
-The formulas add shifted copies of the sequences, which on a CPU is several times faster than XLA's convolution with one
-group per channel.
+The option `width_axis` is 1 for sequences `(batch, width, channels)`, which the kernels need, and 2 for `(batch,
+channels, width)`. On a CPU, sums of shifted sequences are several times faster than XLA's convolution.
 """
 
 import functools
@@ -47,8 +44,7 @@ def _sum_of_shifts(x, w, width_axis, padding):
 
 
 def _shifts(x, taps, width_axis, padding):
-    """Pad x along its width, and return one shifted part of x per element of a filter. Element u is multiplied by part
-    u. A negative padding crops x."""
+    """Return the part of the padded x that each element of a filter multiplies."""
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*padding, 0) if axis == width_axis else (0, 0, 0) for axis in range(3)])
     size = x.shape[width_axis] - taps + 1
     return [lax.slice_in_dim(x, u, u + size, axis=width_axis) for u in range(taps)]
@@ -105,7 +101,7 @@ def _unsupported(x, w, b, **options):
 
 
 def _default(*arrays, width_axis, **options):
-    # The kernels would transpose sequences whose last axis is the width, which takes longer than the formula.
+    # If the width is the last axis, the kernels' transposes take longer than the formula.
     return DefaultImplementation(gpu="pallas" if width_axis == 1 else "xla")
 
 
@@ -124,14 +120,12 @@ DEPTHWISE_CONV1D = Pair(
     default=_default,
     jit=True,
 )
-"""Depthwise convolutions of `(x, w, b)`, where b may be None."""
 
 
 # -------------------------------------------------------------------------------------------------- calls from `conv1d`
 
 
 def applies(x_shape, w_shape, *, stride, dilation, groups, **options) -> bool:
-    """Return whether a convolution has one filter per channel, stride 1, and no dilation."""
     return 1 < groups == x_shape[1] == w_shape[0] and stride == dilation == (1,)
 
 
@@ -153,8 +147,7 @@ def gradients(op, dy, x, w, layout, implementation, *, padding, **options) -> tu
 
 
 def _layouts_of_sequences(layout):
-    """Return `width_axis`, and for x and y, their axes in the order that `DEPTHWISE_CONV1D` takes. The order is NCW if
-    x is NCW, else NWC."""
+    """Return `width_axis`, and the axes of x and y in the order NCW if x is NCW, else NWC."""
     specs = layout.lhs_spec, layout.out_spec
     if layout.lhs_spec == (0, 1, 2):
         return 2, *specs

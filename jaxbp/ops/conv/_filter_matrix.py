@@ -15,13 +15,12 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Every call builds the matrix, so its number of elements is bounded. The number of the input's positions per position
-of the filter (tap) is bounded, because it determines the share of zeros. Up to 2.6 million elements and 31 positions
-per tap (28 x 28 images, 5 x 5 filters), the product was faster than cuDNN."""
+"""Every call builds the matrix, so its size is bounded. The input's positions per filter position (tap) determine the
+share of zeros. Up to 2.6 million elements and 31 positions per tap, the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
-    # A convolution with filters of size 1 x 1 already is a matrix product.
+    # With filters of size 1 x 1, the convolution already is a matrix product.
     K, C, F, G = w_shape
     positions = math.prod(input_size)
     elements = C * positions * K * math.prod(output_size)
@@ -37,11 +36,10 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return the matrix of a convolution, `matrix[(c, h, l), (k, i, j)]`, in w's dtype. It has one row per element of
-    an image x, and one column per element of y.
+    """Return the `matrix[(c, h, l), (k, i, j)]` that maps a flattened image x to y, in w's dtype.
 
-    An element of the matrix is `w[k, c, u, v]` if `h = i * stride + u * dilation - before` for rows, and
-    `l = j * stride + v * dilation - before` for columns, else 0. `before` is the padding before the first element.
+    An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same holds for l, j, and v, else
+    0. `before` is the padding before the first element.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -56,8 +54,8 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy,
-    `(N, K, I, J)`, by the transposed matrix. Return a matrix with N rows."""
+    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy, `(N, K, I,
+    J)`, by the transposed matrix."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)
@@ -68,19 +66,16 @@ def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, prec
 
 _MAX_BAND_ELEMENTS = 1 << 20
 _MIN_FLOAT32_PRODUCTS = 100_000_000
-"""In float32, `banded_input_gradient`, with four launches, is faster than the exact kernel, with one launch, only from
-this number of multiplications on. The exact kernel computes dx in full float32."""
+"""In float32, `banded_input_gradient`, with four launches, is faster than the exact kernel only from this number of
+multiplications on."""
 _MAX_BAND_RATIO = {4: 4, 2: 8}
-"""Maps bytes per element to the largest number of multiplications by the band per multiplication in the exact kernel.
-Only the value for float32 is measured."""
+"""Maps bytes per element to the maximum of the band's multiplications per multiplication in the exact kernel. Only
+float32 is measured."""
 
 
 def band_pays(w: Any, dy: Any, width: int, window: tuple[int, int]) -> bool:
-    """Return whether `banded_input_gradient` is faster than the kernel for dx in full float32
-    (docs/lab/2026-11-25-lenet.md).
-
-    w has the shape `(K, C, F, G)`, dy `(K, P, Q, N)`, and x the width `width`.
-    """
+    """Return whether `banded_input_gradient` is faster than the exact kernel, which computes dx in full float32
+    (docs/lab/2026-11-25-lenet.md). `width` is the width of x."""
     (K, C, F, G), (_, P, Q, N), (R, S) = w.shape, dy.shape, window
     if dy.dtype.itemsize not in _MAX_BAND_RATIO:
         return False
@@ -101,10 +96,10 @@ def banded_input_gradient(
     window: tuple[int, int],
     precision: PrecisionLike = None,
 ) -> Array:
-    """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`, in dy's dtype.
+    """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and the positions `place` of the maxima in P rows of Q windows have the shape `(K, P, Q, N)`. dy is placed at the
-    maxima, with zeros elsewhere. One product with the `_band` per row of windows then gives a part of dx.
+    dy and the maxima's positions `place` have the shape `(K, P, Q, N)`, for P rows of Q windows. For each row of
+    windows, one product of dy, placed at the maxima, and the `_band` gives a part of dx.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size
@@ -125,12 +120,8 @@ def banded_input_gradient(
 
 
 def _band(w, Q, W, window):
-    """Return a banded matrix, and the number of input rows that one row of the pool's windows reaches.
-
-    The matrix is `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]` inside the filter, else 0. It maps
-    dy at position (r, s) of window q to dx at row i of these input rows and column j. There are Q windows of width S,
-    and W columns.
-    """
+    """Return `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]`, 0 outside of the filter, and its number
+    of rows i. It maps dy at position (r, s) of window q to dx at row i and column j."""
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1
     i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]

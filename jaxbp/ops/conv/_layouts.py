@@ -1,7 +1,7 @@
-"""Layouts of images and filters. Ops transpose to NCHW and OIHW, and XLA combines the transposes with the convolution.
+"""Layouts of images and filters. XLA combines the transposes to NCHW and OIHW with the convolution.
 
-A layout is a tuple of an array's axes in this order: batch (or output channels), channels (or input channels), and
-spatial axes. For example, NHWC images have the layout (0, 3, 1, 2).
+A layout lists the axes of batch (or output channels), channels (or input channels), and space. NHWC images have the
+layout (0, 3, 1, 2).
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a` with its axes in the order of `layout`, and require that the result has the shape `wanted`."""
+    """Return `a` with its axes in the order of `layout`, after a check that this gives the shape `wanted`."""
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)
 

@@ -25,9 +25,9 @@ def _forward(x, *, windows, counted, shape):
 
 
 def _counts(windows, counted, dtype):
-    """Return the number of positions that each window averages, `(1, 1, P, Q)`, or one int if all numbers are equal.
+    """Count the positions of each window that are in the input or in the padding `counted`, `(1, 1, P, Q)`.
 
-    A position counts if it is in the input or in the padding `counted`.
+    If all counts are equal, return one int.
     """
     rows, columns = (
         ((at >= -before) & (at < size + after)).sum(1)
@@ -62,7 +62,7 @@ def _gradient(dy, *, windows, counted, shape):
 
 def _gradient_kernel(dy, *, windows, counted, shape):
     counts = _counts(windows, counted, jnp.float32)
-    # If all counts are equal, the kernel's weights are 1 / counts, so that it reads dy without a copy in float32.
+    # With weights 1 / counts, the kernel reads dy without a copy in float32.
     share, weight = (dy, 1 / counts) if isinstance(counts, int) else (upcast(dy) / counts, 1.0)
     spread = _spread(share, windows)
     images = batch_last(spread.reshape(-1, 1, *spread.shape[2:]))
@@ -109,9 +109,9 @@ def avg_pool2d(
 
     Args:
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
-      Other arguments, dtype, shape, and errors: as in `max_pool2d`, but the padding is filled with 0 instead of -inf.
+      Other arguments, dtype, shape, and errors: as in `max_pool2d`, but the padding is 0 instead of -inf.
 
-    If no position of a window counts, y is NaN. This happens only with dilation and `count_include_pad=False`.
+    With dilation and `count_include_pad=False`, y is NaN for a window in which no position counts.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998.
     """

@@ -32,19 +32,18 @@ def conv1d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_width"]:
-    """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p]
-    w[k, c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
+    """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p] w[k,
+    c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
 
-    If `groups`, the number of input channels, and the number of output channels are equal, the convolution is
-    depthwise. With stride 1 and dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs
-    the channels on the last axis.
+    If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride 1 and
+    dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs the channels on the last
+    axis.
 
     Args:
-      x: sequences, NCW.
-      w: filters, OIW.
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
-      dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"), as in `conv2d`.
+      dimension_numbers: the layouts of x, w, and y, as in `conv2d`, for example ("NWC", "WIO", "NWC"). None means
+        ("NCW", "OIW", "NCW").
       implementation: "pallas" supports no dilation. It supports groups only in depthwise convolutions with stride 1 and
         a filter_width of at most 8.
       Other arguments and errors: as in `conv2d`.
@@ -89,10 +88,7 @@ def conv1d_backward(
     `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h` (letters as in `conv1d`),
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
-    Returns:
-      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w.
-
-    Arguments and errors are as in `conv1d`.
+    Return (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Arguments and errors are as in `conv1d`.
 
     Source: as in `conv2d`, chapter 4.
     """

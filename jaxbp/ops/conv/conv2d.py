@@ -40,7 +40,7 @@ _LIBRARY = DefaultImplementation(gpu="xla")
 
 
 def _defaults(w, input_size, output_size, precision):
-    """Return "pallas" as the default where a product with the filter matrix is faster, else "xla", which is cuDNN."""
+    """Return "pallas" where a product with the filter matrix is faster, else "xla", which is cuDNN."""
     return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -136,13 +136,11 @@ def conv2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """Convolution without flipping the filter:
-    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`, where s is the stride, d
-    the dilation, and p the padding before the first element. Elements outside of x count as zero.
+    """Convolution without flipping the filter: `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d -
+    p] w[k, c, u, v]`, where s is the stride, d the dilation, and p the padding before the first element. Elements
+    outside of x count as zero.
 
     Args:
-      x: images, NCHW.
-      w: filters, OIHW.
       stride, dilation: one int, or a pair for rows and columns.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
         "SAME_LOWER", or "VALID", as in `jax.lax.conv_general_dilated`.
@@ -158,8 +156,7 @@ def conv2d(
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
       NotImplementedError: "pallas" does not support an argument.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
@@ -185,11 +182,10 @@ def conv2d_backward_input(
     implementation: Implementation = None,
 ) -> Float[Array, "batch in_channels height width"]:
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over the u
-    and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`, with letters as in
-    `conv2d`.
+    and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`.
 
-    dx has the dtype to which `jax.numpy` promotes dy and w. `input_size` is the height and width of x. Other arguments
-    and errors are as in `conv2d`.
+    dx has the dtype to which `jax.numpy` promotes dy and w. `input_size` is the height and width of x. Letters, other
+    arguments, and errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -219,11 +215,11 @@ def conv2d_backward_weights(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
-    """Gradient of `conv2d` with respect to w:
-    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`, with letters as in `conv2d`.
+    """Gradient of `conv2d` with respect to w: `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s +
+    v d - p]`.
 
     dw has the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32. `filter_size` is the
-    height and width of w. Other arguments and errors are as in `conv2d`.
+    height and width of w. Letters, other arguments, and errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -248,8 +244,7 @@ def conv2d_backward_bias(
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`, in dy's dtype.
 
-    Half precisions are summed in float32. Of `dimension_numbers`, only the layout of y, which dy has, matters. Errors
-    are as in `conv2d`.
+    Half precisions are summed in float32. `dimension_numbers` and errors are as in `conv2d`; dy has y's layout.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

@@ -54,8 +54,8 @@ def _forward_and_indices(x, w, b, **options):
 
 
 def _max_and_indices(z, *, windows):
-    """Return the maximum of ReLU(z) in each window, and its position. If no element of a window is above 0, the
-    position is the number of positions in a window, which is outside of the window."""
+    """Return the maximum of ReLU(z) in each window, and its position, which is outside of the window if ReLU is 0
+    everywhere."""
     largest, indices = max_pool2d.max_and_indices(z, windows=windows)
     off = windows.positions
     indices = indices.astype(jnp.uint8 if off <= 255 else jnp.int32)
@@ -85,7 +85,7 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU is 0 in a whole window, the index is outside of the window, so the pool's backward adds no gradient.
+    # If ReLU is 0 in a whole window, the index is outside of it, so the pool's backward adds no gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -94,7 +94,7 @@ def _gradients_formula(dy, indices, x, w, b, **options):
 
 def _gradients_kernel(dy, indices, x, w, b, *, window, stride, padding, precision):
     dy_last, indices_last = batch_last(dy), batch_last(indices)
-    # The size of the part of the padded input that the pool's windows reach.
+    # The size of the padded input that the pool's windows reach.
     used = [n * size + f - 1 for n, size, f in zip(dy.shape[2:], window, w.shape[2:], strict=True)]
     reached = [(p, u - size - p, 0) for (p, _), u, size in zip(padding, used, x.shape[2:], strict=True)]
     x_batch_last = lax.pad(batch_last(x), jnp.zeros((), x.dtype), [(0, 0, 0), *reached, (0, 0, 0)])
@@ -175,9 +175,8 @@ def conv2d_relu_max_pool2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals.
-
-    The residuals are x, w, b, and the position of the maximum in each window of the pool.
+    """`max_pool2d(relu(conv2d(x, w, b, stride=stride, padding=padding)), window)`, with far fewer residuals: x, w, b,
+    and the position of each window's maximum.
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
@@ -206,8 +205,8 @@ def conv2d_relu_max_pool2d_with_indices(
     """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the positions that its backward needs.
 
     An index is the position of the maximum in its window, `u * window_width + v` for row u and column v. If ReLU is 0
-    in the whole window, the index is `window_height * window_width`. Indices have no gradient. They are uint8 for
-    windows of up to 255 positions, else int32. Arguments and errors are as in `conv2d_relu_max_pool2d`.
+    in the whole window, the index is `window_height * window_width`. Indices are uint8 for windows of up to 255
+    positions, else int32, and have no gradient. Arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)

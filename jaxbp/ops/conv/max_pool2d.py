@@ -24,7 +24,7 @@ def _places(window):
 
 
 def _at_place(place, x, windows, fill):
-    """For each of the P x Q windows, return the element of x at position `place`, (row, column), `(N, C, P, Q)`."""
+    """Return the element of x at position `place` of each window, `(N, C, P, Q)`."""
     x = jnp.pad(x, ((0, 0), (0, 0), *windows.padding), constant_values=fill)
     rows, columns = (
         slice(at * d, at * d + (n - 1) * s + 1, s)
@@ -37,7 +37,7 @@ def max_and_indices(x, *, windows):
     places = _places(windows.window)
     index_dtype = jnp.uint8 if len(places) <= 256 else jnp.int32
     values = [_at_place(place, x, windows, -jnp.inf) for place in places]
-    # The indices are computed from a value, so that they have the value's sharding on a mesh with explicit axes.
+    # Because the indices are computed from a value, they have its sharding on a mesh with explicit axes.
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
@@ -49,8 +49,8 @@ def max_and_indices(x, *, windows):
 
 
 def _first_inside(windows):
-    """For each window, return the index of its first position that is not in the padding, `(P, Q)`."""
-    # A window of only -inf selects this position. If a dilated window reads only padding, its index is in the padding.
+    """Return the index of each window's first position that is not in the padding, `(P, Q)`."""
+    # A window of only -inf selects this position. If a dilated window reads only padding, the index is in the padding.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
         for n, f, s, d, (before, _) in zip(
@@ -93,7 +93,6 @@ def _send_to_places(dy, indices, windows):
     # Windows may overlap, so dx is a sum over windows, in float32 or wider.
     dx = jnp.zeros((*dy.shape[:2], *windows.input_size), wide(dy.dtype))
     for i, place in enumerate(_places(windows.window)):
-        # dy is spaced out by the stride and shifted to position `place` of each window.
         offsets = [at * d - before for at, d, (before, _) in zip(place, windows.dilation, windows.padding, strict=True)]
         spread = [
             (offset, size - offset - ((n - 1) * s + 1), s - 1)
@@ -104,7 +103,7 @@ def _send_to_places(dy, indices, windows):
 
 
 def _fetch_from_windows(dy, indices, window):
-    """Return dx for windows that tile the input. On a GPU, XLA compiles this to one pass, as fast as a copy."""
+    """Return dx for windows that tile the input. On a GPU, this is as fast as a copy."""
     place = np.arange(window[0] * window[1], dtype=np.int32).reshape(window[0], 1, window[1])
     dy, indices = (a[:, :, :, None, :, None] for a in (dy, indices.astype(jnp.int32)))
     dx = jnp.where(indices == place, dy, jnp.zeros((), dy.dtype))
@@ -180,13 +179,13 @@ def max_pool2d(
 
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
-      rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. The gradient of a window goes to
-      the first of equal maxima in row-major order, or to the first NaN. With `implementation="autodiff"`, XLA chooses
-      the position if the window has a NaN.
+      rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. A window's gradient goes to the
+        first
+      NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if the
+        window has a NaN.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
       NotImplementedError: "pallas" does not support an argument.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
@@ -204,8 +203,8 @@ def max_pool2d_with_indices(
 ) -> tuple[Float[Array, "batch channels out_height out_width"], Integer[Array, "batch channels out_height out_width"]]:
     """Return (y, indices): the result of `max_pool2d`, and the position of each window's first maximum (or NaN).
 
-    A position is `u * window_width + v` for row u and column v of the window. Indices have no gradient. They are uint8
-    for windows of up to 256 positions, else int32. Arguments and errors are as in `max_pool2d`.
+    A position is `u * window_width + v` for row u and column v of the window: uint8 for windows of up to 256 positions,
+    else int32. It has no gradient. Arguments and errors are as in `max_pool2d`.
     """
     return pool("max_pool2d_with_indices", x, window, implementation, **options)
 
@@ -220,10 +219,11 @@ def max_pool2d_backward(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels height width"]:
-    """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l).
+    """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l), in
+    dy's dtype.
 
-    dx has dy's dtype. `indices` are as returned by `max_pool2d_with_indices`. If an index is outside of its window, dy
-    is ignored there. `input_size` is the height and width of x. Other arguments and errors are as in `max_pool2d`.
+    `indices` are as returned by `max_pool2d_with_indices`. Where an index is outside of its window, dy is ignored.
+    `input_size` is the height and width of x. Other arguments and errors are as in `max_pool2d`.
 
     Source: M. Zeiler, G. Taylor and R. Fergus, "Adaptive deconvolutional networks", ICCV 2011 (switches).
     """

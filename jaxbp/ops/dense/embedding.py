@@ -1,7 +1,7 @@
-"""Embedding: each index selects a row of a table. The backward sums the gradients of each row, without atomics.
+"""Embedding: each index selects a row of a table.
 
-The backward sorts the indices stably and adds the gradients of equal indices in a fixed order. Equal calls therefore
-give equal bits. A token is one element of the indices. A run is a sequence of sorted tokens with the same table row.
+The backward sorts the indices, and adds the gradients of equal indices in a fixed order, without atomics. Equal calls
+therefore give equal bits. A token is one element of the indices.
 """
 
 import math
@@ -40,7 +40,7 @@ def _residuals(indices, table, *, num_embeddings):
 
 
 def _tokens(dy, indices, num_embeddings):
-    """Return dy as (tokens, features), and each token's row of the table, or `num_embeddings` if there is none."""
+    """Return dy as (tokens, features), and each token's table row, or `num_embeddings` if there is none."""
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
     rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)
@@ -52,8 +52,8 @@ def _sorted(rows):
 
 
 def _add_runs(values, rows):
-    """For each token, return the sum of `values` over its run (adjacent equal `rows`) up to this token."""
-    # Each pass doubles the number of tokens that a sum contains, up to the length of the longest run.
+    """For each token, sum `values` over its run (adjacent equal `rows`) up to this token."""
+    # Each pass doubles the number of tokens that a sum contains.
     token = jnp.arange(rows.shape[0])
 
     def is_same_run(distance):
@@ -72,14 +72,14 @@ def _sums_of_runs(dy, indices, *, num_embeddings):
     rows, order = _sorted(rows)
     sums = _add_runs(upcast(dy)[order], rows)
     is_last = jnp.append(rows, -1)[1:] != rows
-    # Only the sum at the end of a run is complete. `set` drops the other sums, whose row is out of range.
+    # Only the sum at the end of a run is complete. `set` drops other sums, because their row is out of range.
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), sums.dtype)
     dtable = dtable.at[jnp.where(is_last, rows, num_embeddings)].set(sums, mode="drop")
     return None, dtable.astype(dy.dtype)
 
 
 def _scatter(dy, indices, *, num_embeddings):
-    """Compute the same gradient as `_sums_of_runs` by a scatter, which JAX can differentiate."""
+    """Compute the same gradient as `_sums_of_runs`, but by a scatter, which JAX can differentiate."""
     dy, rows = _tokens(dy, indices, num_embeddings)
     dtable = jnp.zeros((num_embeddings, dy.shape[-1]), wide(dy.dtype))
     return None, dtable.at[rows].add(upcast(dy), mode="drop").astype(dy.dtype)
@@ -104,8 +104,8 @@ def _unsupported(indices, table, *, num_embeddings):
 
 
 KERNEL_EMBEDDINGS = 4096
-"""On GPUs, the kernel is the default for at least this number of embeddings and at most four tokens per embedding.
-Otherwise, XLA was faster (docs/lab/2026-11-26-embedding.md)."""
+"""On GPUs, the kernel is the default from this number of embeddings on, with at most four tokens per embedding
+(docs/lab/2026-11-26-embedding.md)."""
 
 
 def _default(indices, table, *, num_embeddings):
@@ -137,18 +137,14 @@ def embedding(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch features"]:
-    """Embedding, `y = table[indices]`.
+    """Embedding, `y = table[indices]`, in the table's dtype.
 
-    As in `jax.numpy.take`, a negative index counts from the end, and an index outside
-    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel
-    supports tables in float32, bfloat16, and float16.
-
-    Returns:
-      y, in the table's dtype.
+    As in `jax.numpy.take`, a negative index counts from the end, and an index outside `[-num_embeddings,
+    num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel supports float32,
+    bfloat16, and float16.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Bengio et al., "A neural probabilistic language model", JMLR 2003.
     """
@@ -169,11 +165,10 @@ def embedding_backward(
       table: only its shape and dtype are used.
       implementation: "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff" sums in dy's dtype, and
         on a GPU with atomics, so that the order varies.
+      Other arguments and errors: as in `embedding`.
 
     Returns:
       dtable, in the dtype of the table. Rows that no index selects are 0.
-
-    Other arguments and errors are as in `embedding`.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

@@ -66,15 +66,14 @@ def linear(
 
     Args:
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS, except for the gradients in exact float32 (`precision="highest"`), for
-        which it runs kernels.
+      implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`), which
+        kernels compute.
 
     Returns:
       y, in the dtype to which `jax.numpy` promotes the arguments.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
     """
     x, w, b = checks.floating("linear", x=x, w=w, b=b)
     _check_shapes("linear", x, w, b)
@@ -92,11 +91,8 @@ def linear_backward(
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
-    Returns:
-      (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32, except
-      that `implementation="autodiff"` sums db in half precision.
-
-    Arguments and errors are as in `linear`.
+    Return (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32,
+    except that `implementation="autodiff"` sums db in half precision. Arguments and errors are as in `linear`.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """
@@ -137,6 +133,6 @@ def parameter_gradients_in_float32(
     *,
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
-    """Return `dw = dyᵀ x` in `dtype` (x's dtype if None), and `db = Σ dy` in float32. Both are summed in float32."""
+    """Return `dw = dyᵀ x` in `dtype` (x's dtype if None), and `db = Σ dy` in float32, both summed in float32."""
     dw = jnp.matmul(dy.T, x, preferred_element_type=jnp.float32)
     return dw.astype(dtype or x.dtype), jnp.sum(dy, axis=0, dtype=jnp.float32)

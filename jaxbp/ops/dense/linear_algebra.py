@@ -1,7 +1,7 @@
 """Products of vectors and matrices, and the transpose, with the arguments of `jax.numpy`.
 
-Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except for
-products in exact float32 (`precision="highest"`). Invalid arguments raise a TypeError or a ValueError.
+Results have the dtype to which `jax.numpy` promotes the arguments. `implementation="pallas"` calls cuBLAS, except in
+exact float32 (`precision="highest"`). Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -28,7 +28,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 def _product(a, b, *, precision):
-    """Return the matrix product in float32 or wider, because the caller may still sum it over batch axes."""
+    """Multiply in float32 or wider, because the caller may sum the product over batch axes."""
     return jnp.matmul(a, b, precision=precision, preferred_element_type=wide(a.dtype))
 
 
@@ -52,7 +52,6 @@ _PRODUCT = Op("product", {"xla": _product, "pallas": _product_kernel}, jit=True)
 
 
 def _matrices(a, b):
-    """Return a and b as stacks of matrices of equal ndim. A vector a becomes a row, and a vector b a column."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     ndim = max(a.ndim, b.ndim)
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (a, b))
@@ -182,8 +181,7 @@ def dot_backward(
 ) -> tuple[Float[Array, "*rows inner"], Float[Array, "*batch inner columns"]]:
     """Gradients of `dot`: `da = Σ dy b` and `db = Σ a dy`.
 
-    da is a sum over all axes of b except `inner`, and db over all axes of a except `inner`. For vectors,
-    `da = dy b` and `db = a dy`.
+    da is a sum over all axes of b except `inner`, and db over all axes of a except `inner`.
     """
     return _product_of(_DOT.vjp, implementation, precision, dy=dy, a=a, b=b)
 

@@ -1,9 +1,7 @@
 """A dense layer, softmax, and cross-entropy as one op, for many classes.
 
-Large logits are never stored as a whole. A scan computes them for one chunk of the rows of x at a time. If the argument
-`reduction` is "mean" or "sum", the forward under differentiation also computes the gradients, in three matrix products
-in total. The backward multiplies them by one number. If `reduction` is None, each loss has a separate cotangent. The
-backward then computes the logits again, in a fourth product.
+A scan computes the logits of one chunk of rows at a time. Unless `reduction` is None, the forward under differentiation
+also computes the gradients, and the backward only multiplies them by the cotangent.
 """
 
 import functools
@@ -29,10 +27,10 @@ from pallas_kernels.dense import linear_softmax_cross_entropy as kernels
 
 Reduction = Literal["mean", "sum"] | None
 CHUNK_BYTES = 2**30
-"""Logits of at most this size are one chunk. Larger logits have chunks of at most half of this size, because the sums
-of the weights' gradients over chunks need memory, too."""
+"""Larger logits are split into chunks of at most half this size, because the sums of dw over chunks need memory,
+too."""
 ROWS_MULTIPLE = 128
-"""Rows per tile of the tensor cores. A larger chunk has a multiple of this number of rows."""
+"""The rows of a chunk above this number are a multiple of it, the rows per tile of the tensor cores."""
 COLUMNS_MULTIPLE = 256
 """The kernels load vectors of logits, so classes are padded to a multiple of this number."""
 KERNEL_CLASSES = 1024
@@ -40,14 +38,13 @@ KERNEL_CLASSES = 1024
 
 
 # ------------------------------------------------------------------------------------------------------------- the rows
-# The functions below take x as (rows, features), one label per row, and the mask `kept`: one boolean per row, True if
-# the row counts. Logits have the dtype of x. Losses, statistics, dw, and db are summed in float32 or wider.
+# Below, x is (rows, features), and `kept` has one boolean per row, True if the row counts. Sums are in float32 or
+# wider.
 
 
 def _statistics_formula(logits, labels, b, *, classes, softcap, with_sum):
     z, is_label = _z_and_labels(logits, labels, b, classes, softcap)
-    # The sum finds the label's logit. On a mesh that divides the classes, it is an all-reduce, but a gather would need
-    # all logits.
+    # On a mesh that divides the classes, this sum is an all-reduce, but a gather would need all logits.
     at_label = jnp.sum(jnp.where(is_label, z, 0.0), axis=1)
     largest, total = (a[:, 0] for a in largest_and_total(z, 1))
     return largest, total, jnp.sum(z, axis=1) if with_sum else None, at_label
@@ -77,8 +74,7 @@ _GRADIENT = {False: _gradient_formula, True: differentiable(kernels.gradient, _g
 
 
 def _losses_and_dlogits(kernel, logits, labels, kept, dy, b, *, classes, label_smoothing, z_loss, softcap):
-    """Return one loss per row, and the gradient with respect to the logits. If dy is None, this gradient is None. The
-    loss of a row that is not kept is 0."""
+    """Return (losses, dlogits), with one loss per row. If dy is None, dlogits is None."""
     kernel = kernel and labels.shape[0] > 0
     valid = are_valid(labels, classes)
     options = dict(classes=classes, softcap=softcap)
@@ -108,7 +104,7 @@ def _products(dlogits, x, w, b, precision, dtype):
 
 
 def _rows_of(x, labels, where):
-    """Return x as rows, their labels, and the mask `kept`. Rows that are not kept become 0, with label 0."""
+    """Return x as rows, their labels, and `kept`. Rows that are not kept become 0, with label 0."""
     rows = math.prod(x.shape[:-1])
     x, labels = x.reshape(rows, x.shape[-1]), labels.reshape(rows)
     if where is None:
@@ -130,9 +126,10 @@ def _chunk_rows(rows, w):
 
 
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
-    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows. Call `step` once if `size` is None."""
-    # Chunk i takes the rows whose index is i modulo the number of chunks. On a mesh, each device then has a part of
-    # every chunk. Rows of zeros, which are not kept, fill the chunks.
+    """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call `step` once if `size` is
+    None."""
+    # Chunk i has the rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk. Rows of zeros,
+    # which are not kept, fill the chunks.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -145,7 +142,7 @@ def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -
 
 
 def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss, softcap, precision):
-    """Return (loss, (dx, dw, db)), with the gradients of `Σ dy loss`. If dy is None, each gradient is None."""
+    """Return (loss, (dx, dw, db)), with the gradients of `Σ dy loss`, or None for each if dy is None."""
     classes = len(w)
     if kernel and (padding := -classes % COLUMNS_MULTIPLE):
         w, b = jnp.pad(w, ((0, padding), (0, 0))), None if b is None else jnp.pad(b, (0, padding))
@@ -179,7 +176,7 @@ def _reduced(loss, kept, shape, reduction, dtype):
 
 
 def _count(kept):
-    """Return the number of kept rows, at least 1, so that the mean of no rows is 0."""
+    """Count the kept rows, but at least 1, because the mean of no rows is 0."""
     return jnp.maximum(jnp.sum(kept), 1)
 
 
@@ -279,30 +276,30 @@ def linear_softmax_cross_entropy(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "..."]:
-    """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
-    `z = x wᵀ + b`.
+    """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with `z = x
+    wᵀ + b`.
 
     y_k is the weight of class k (see label_smoothing). Only `implementation="autodiff"` stores all logits z.
 
     Args:
       labels: integers in [0, classes).
-      where: which rows are kept, or None for all. Other rows have the loss and the gradient 0, even if they are NaN.
+      where: the rows that are kept; None for all. Other rows have loss and gradient 0, even if they are NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
       reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0.
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS for the products. On a mesh, "pallas" runs "xla". For many classes, None
-        needs much less memory than "autodiff", in about the same time.
+      implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla". For many classes, None needs
+        much less memory than "autodiff", in about the same time.
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
-      kept row has a label that is not a class. The gradient of w is summed in float32 or wider and rounded once to w's
-      dtype. Unless `reduction` is None, this gradient is rounded again if the cotangent of the loss is not 1, and for
-      "mean" in float16.
+        kept
+      row has an invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is
+        rounded
+      again if the cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: E. Wijmans et al., "Cut your losses in large-vocabulary language models", ICLR 2025.
     """
@@ -327,14 +324,14 @@ def linear_softmax_cross_entropy_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch features"], Float[Array, "classes features"], Float[Array, "classes"]]:
-    """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with
-    `dz = dy (softmax(z) (1 + 2 z_loss logsumexp(z)) - y)`.
+    """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with `dz = dy (softmax(z) (1
+    + 2 z_loss logsumexp(z)) - y)`.
 
-    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by
-    `1 - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
+    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by `1
+    - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
 
     Args:
-      dy: one number, or one per row if the reduction is None.
+      dy: one number, or one per row if `reduction` is None.
       Other arguments and errors: as in `linear_softmax_cross_entropy`.
 
     Returns:

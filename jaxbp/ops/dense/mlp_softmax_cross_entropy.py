@@ -1,7 +1,7 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy as one op.
 
-The type of the residuals selects the backward: the formula for `Rows`, a kernel for `WideRows`. For small batches, the
-forward kernel also computes each loss's gradient (`WideRowsAndGradients`), and the backward kernel multiplies it by dy.
+The type of the residuals selects the backward. For small batches, the forward kernel also computes each loss's
+gradient, and the backward kernel multiplies it by dy.
 """
 
 import functools
@@ -32,7 +32,7 @@ from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 
 class Rows(NamedTuple):
-    """Residuals that the formula saves, with one row per example. `hidden` has the outputs of each hidden layer."""
+    """Residuals that the formula saves. `hidden` has the outputs of each hidden layer, one row per example."""
 
     x: Array
     labels: Array
@@ -89,14 +89,13 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# A wide row has the outputs of a hidden layer for one example, then the number 1, then zeros up to the size that the
-# tensor cores need. The product of dz, transposed, and the wide rows is dw with one more column, which is db. In
-# x_batch_last, the batch is the last axis.
+# A wide row has one example's outputs of a hidden layer, then 1, then zeros up to the size that the tensor cores need.
+# The product of dzᵀ and the wide rows has the columns of dw, then db.
 
 
 class WideRows(NamedTuple):
-    """Residuals that the kernel saves. They are as in `Rows`, but rows of `hidden` are wide: the outputs are followed
-    by the number 1, and then by zeros. Examples of zeros pad the batch to a multiple of `LANES`."""
+    """Residuals that the kernel saves, as in `Rows`, but with wide rows of `hidden`. Zeros pad the batch to a multiple
+    of `LANES`."""
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
 
@@ -108,10 +107,10 @@ class WideRows(NamedTuple):
 
 
 class WideRowsAndGradients(NamedTuple):
-    """Residuals as in `WideRows`, but with the gradients of each example's loss instead of the logits. The backward
-    uses only the shapes of `weights`."""
+    """Residuals as in `WideRows`, but with the gradients of each example's loss instead of the logits."""
 
-    # If a label is not a class, its example's gradients are 0. The backward multiplies them by `dy_of_valid`, NaN or 0.
+    # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0. It
+    # uses only the shapes of `weights`.
 
     x_batch_last: Array
     labels: Array
@@ -266,15 +265,15 @@ def mlp_softmax_cross_entropy(
       labels: integers in [0, classes).
       layers: w1, b1, w2, b2, ...: weights `(out_features, in_features)` and bias `(out_features,)` of each layer.
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up to 256 features. In
-        other cases, it computes the formula with cuBLAS.
+      implementation: "pallas" runs kernels on compute capability 9.0, in TF32, for layers of up to 256 features.
+        Otherwise, it computes the formula with cuBLAS.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes x and the layers. A label that is not a class has the loss
-      NaN. The gradients of this loss are NaN, too, or 0 if dy is 0.
+      NaN, and its gradients are NaN, or 0 if dy is 0.
 
     Raises:
-      TypeError, ValueError: dtypes or shapes do not fit, or a layer has no bias.
+      TypeError, ValueError: an argument is invalid, or a layer has no bias.
     """
     return _call("mlp_softmax_cross_entropy", x, labels, layers, precision, implementation)[0]
 
@@ -286,9 +285,10 @@ def mlp_softmax_cross_entropy_with_classes(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Int[Array, "*batch"]]:
-    """Return the losses of `mlp_softmax_cross_entropy`, and for each example the class with the largest logit, int32.
+    """Return the losses of `mlp_softmax_cross_entropy`, and for each example the first class with the largest logit,
+    int32.
 
-    Of equal logits, the first counts. Arguments and errors are as in `mlp_softmax_cross_entropy`.
+    Arguments and errors are as in `mlp_softmax_cross_entropy`.
     """
     return _call("mlp_softmax_cross_entropy_with_classes", x, labels, layers, precision, implementation)
 
@@ -306,10 +306,8 @@ def mlp_softmax_cross_entropy_backward(
     Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
     layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
 
-    Returns:
-      (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
-
-    Arguments and errors are as in `mlp_softmax_cross_entropy`.
+    Return (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers. Arguments and errors are as in
+    `mlp_softmax_cross_entropy`.
 
     Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
     """

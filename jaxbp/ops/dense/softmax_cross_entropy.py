@@ -51,8 +51,7 @@ def _examples(where, logits):
 
 
 def _included(logits, labels, where):
-    """Return logits and labels in which excluded elements have no effect. An excluded example is 0. An excluded class
-    has the logit -inf and the weight 0. An integer label that is an excluded class becomes invalid."""
+    """Remove the effect of excluded elements. A label that is an excluded class becomes invalid."""
     if where is None:
         return logits, labels
     if where.ndim < logits.ndim:
@@ -88,15 +87,15 @@ def are_valid(labels, classes):
 
 
 def nan_unless(valid, loss):
-    """Return the loss where `valid` is true, and NaN elsewhere. The gradient is NaN there, too, unless dy is 0."""
-    # The derivative multiplies the cotangent by the largest number twice, then by 0. Unless the cotangent is 0, it
-    # overflows, and infinity times 0 is NaN.
+    """Return the loss where `valid` is true, and NaN elsewhere. There, the gradient is NaN, too, unless dy is 0."""
+    # The derivative multiplies the cotangent by the largest number twice. Unless the cotangent is 0, this overflows,
+    # and infinity times 0 is NaN.
     zero, largest = (jnp.where(valid, 1.0, factor).astype(loss.dtype) for factor in (0.0, jnp.finfo(loss.dtype).max))
     return loss * zero * largest * largest + jnp.where(valid, 0.0, jnp.nan).astype(loss.dtype)
 
 
 def _is_masked(weights, log_probabilities):
-    """Return a mask of the classes with weight 0 and logit -inf. Their loss term is 0, not 0 times infinity."""
+    """Mask the classes with weight 0 and logit -inf, whose loss term is 0, not NaN."""
     return (weights == 0) & (log_probabilities == -jnp.inf)
 
 
@@ -140,7 +139,6 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# The forward kernel saves the largest logit and the sum of exponentials of each row for the backward kernel.
 
 
 def _losses_and_statistics(logits, labels):
@@ -198,8 +196,8 @@ _SOFTMAX_CROSS_ENTROPY = Pair(
     save={"xla": functools.partial(saving_arguments, losses), "pallas": _save_kernel},
     name="softmax_cross_entropy",
     unsupported=_unsupported,
-    # With ten classes on a GPU, the formula needs no transposes, and so fewer launches than the kernels. On a CPU,
-    # autodiff differentiates only the logarithm of the label's class.
+    # With ten classes on a GPU, the kernels' transposes need more launches. On a CPU, autodiff differentiates only the
+    # logarithm of the label's class.
     default=DefaultImplementation(gpu="xla", elsewhere="autodiff"),
     jit=True,
 )
@@ -220,24 +218,23 @@ def softmax_cross_entropy(
     y_k is the weight of class k. The z-loss adds `z_loss logsumexp(logits)²`.
 
     Args:
-      labels: one integer in [0, classes) per example, or y, one weight per class and example. For an integer label, y
-        is one-hot. Weights are differentiable and need not sum to 1. A class with weight 0 and a logit of -inf adds
-        nothing to the loss, and has the gradient 0.
-      axis: the axes of the classes, or None for all. With several axes, an integer label is a row-major index over
-        these axes, in the order of `axis`.
-      where: one boolean per example, or one per class and example. An excluded example has the loss and the gradient 0,
-        even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
-      label_smoothing: a number in [0, 1]. It replaces y by `(1 - label_smoothing) y + label_smoothing / classes`, where
-        `classes` counts the included classes.
+      labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
+        Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf adds nothing to the loss,
+        and has the gradient 0.
+      axis: the axes of the classes; None for all. With several axes, an integer label is a row-major index over these
+        axes, in the order of `axis`.
+      where: one boolean per example, or one per class and example. An excluded example has loss and gradient 0, even if
+        its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
+      label_smoothing: in [0, 1]. y becomes `(1 - label_smoothing) y + label_smoothing / classes`, where `classes`
+        counts the included classes.
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.
 
     Returns:
       The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
-      integer label is not an included class, the loss is NaN. Its gradient is NaN, too, or 0 if dy is 0.
+      integer label is not an included class, the loss is NaN, and its gradient is NaN, or 0 if dy is 0.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
     et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et
@@ -259,14 +256,11 @@ def softmax_cross_entropy_backward(
     z_loss: float = 0.0,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
-    """Gradient of `softmax_cross_entropy` with respect to the logits:
-    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
-    `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
+    """Gradient of `softmax_cross_entropy` with respect to the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j -
+    y_k)`, where y are the weights after label smoothing. The z-loss adds `2 dy z_loss logsumexp(logits)
+    softmax(logits)_k`.
 
-    Returns:
-      dlogits, in the dtype of the logits.
-
-    Arguments and errors are as in `softmax_cross_entropy`.
+    dlogits has the dtype of the logits. Arguments and errors are as in `softmax_cross_entropy`.
     """
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)

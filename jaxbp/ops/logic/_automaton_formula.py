@@ -1,8 +1,7 @@
 """One tick of a logic cellular automaton and its backward, as formulas in jnp.
 
-A state has the shape `(channels, batch, height, width)`, so that a gate reads whole rows, with one value per cell. The
-coefficients are two lists: one array `(4, gates, kernels)` per perception layer, and `(4, gates)` per update layer. A
-kernel is one of several circuits of perception with the same wires.
+A state is `(channels, batch, height, width)`, so that a gate reads rows with one value per cell. The coefficients are
+two lists with one array per layer: `(4, gates, kernels)` for perception, and `(4, gates)` for update.
 """
 
 import math
@@ -73,8 +72,7 @@ def tick_keeping_rows(prepared: tuple, state: Array, fires: Array | None) -> tup
 
 
 def tick_backward(prepared: tuple, dnew: Array, total: tuple, state: Array, fires: Array | None) -> tuple[Array, tuple]:
-    """Return the gradient of the state, and `total` plus the gradients of the coefficients. `total` is the sum of these
-    gradients over the later ticks."""
+    """Return (dstate, total), with the gradients of the coefficients added to `total`."""
     return tick_backward_of_rows(prepared, dnew, total, tick_keeping_rows(prepared, state, fires)[1], fires)
 
 
@@ -105,7 +103,7 @@ def tick_backward_of_rows(
 def in_range(new: Array) -> Array:
     """Clip a state to [0, 1], with derivative 1 everywhere.
 
-    Without clipping, rounding errors would grow without limit. An XNOR gate of two inputs 1 + e is about 1 + 2e.
+    Without clipping, rounding errors would grow: an XNOR gate of two inputs 1 + e is about 1 + 2e.
     """
     return jnp.clip(new, 0, 1)
 
@@ -114,8 +112,7 @@ in_range.defjvp(lambda new, tangents: (in_range(*new), *tangents))
 
 
 def _neighbourhood(state, periodic):
-    """For each cell, return the states of the nine cells that it sees,
-    `(..., height, width) -> (9, ..., height, width)`."""
+    """Return the nine cells that each cell sees, `(..., height, width) -> (9, ..., height, width)`."""
     height, width = state.shape[-2:]
     edge = [(0, 0)] * (state.ndim - 2) + [(1, 1), (1, 1)]
     padded = jnp.pad(state, edge, mode="wrap" if periodic else "constant")

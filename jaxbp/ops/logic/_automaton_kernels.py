@@ -1,9 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector with all channels of all cells, followed by unused elements (`padded_lanes`). Each lane computes one
-gate of a layer, which reads and writes rows of shared memory (`Plan`). The gradient of a state is a pair (dseen,
-dkept). dseen has, for each cell, the terms that this cell adds to the gradients of the nine cells that it sees. dkept
-has all other terms, such as the gradients of cells that kept their state.
+A state is a vector of all channels of all cells, then unused elements (`padded_lanes`). Each lane computes one gate of
+a layer. The gradient of a state is a pair (dseen, dkept). dseen has, for each cell, the terms that it adds to the
+gradients of the nine cells that it sees. dkept has all other terms.
 """
 
 import dataclasses
@@ -25,17 +24,15 @@ from pallas_kernels.logic.automaton import kernels
 from pallas_kernels.logic.automaton.plan import Layer, Plan, padded_lanes
 
 UNROLL = 16
-"""The number of ticks in the body of a compiled loop. XLA launches their kernels as one CUDA graph, which is faster
-than separate launches."""
+"""XLA launches the kernels of this number of ticks as one CUDA graph, which is faster than separate launches."""
 _GATES, _LANES = 0, 1
-"""Rows of the arrays `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
+"""Rows of `Automaton.orders`: the gate that each lane computes, and the lane that computes each gate."""
 KEEPS_ROWS = False
-"""Whether the forward can keep the inputs of every gate."""
 
 
 class RowsRead(NamedTuple):
-    """The rows of shared memory that gates read, for the forward and the backward kernel. Each array has one integer
-    per lane, which packs the two rows of the lane's gate."""
+    """Rows of shared memory that gates read in each kernel, with one integer per lane, which packs its gate's two
+    rows."""
 
     forward: Array
     backward: Array
@@ -44,7 +41,7 @@ class RowsRead(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Values that every tick uses. `prepare` computes them once.
+    """Values that every tick uses.
 
     Attributes:
       lanes: for each lane, the four coefficients of its gate.
@@ -116,7 +113,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return an array of zeros, `(CTAs, gates, 4)`, to which each CTA adds its part of the coefficients' gradients."""
+    """Return zeros, `(CTAs, gates, 4)`, to which each CTA adds its part of the coefficients' gradients."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 
@@ -171,8 +168,8 @@ def _backward_by_kernel(prepared, state, fires, dseen, dkept, total):
 
 
 def _backward_by_formula(prepared, state, fires, dseen, dkept, total):
-    # The formula sums the gradients of perception's coefficients over the channels. The lanes of the first channel get
-    # this sum, and the other lanes get 0.
+    # The first channel's lanes get the gradients of perception's coefficients, which the formula sums over the
+    # channels.
     automaton, shape, sizes = prepared.automaton, prepared.shape, prepared.plan
     own = formula.prepare(prepared.coefficients, automaton, shape)
     dnew = formula.enter(leave_gradient(prepared, (dseen, dkept), jnp.float32))
@@ -212,8 +209,8 @@ def _rows_read(automaton: Automaton, layers: tuple[Layer, ...]) -> Array:
 
 
 def _reordered(rows, automaton, firsts, which):
-    """Reorder the rows of each update layer. `firsts` has the first row of each layer. With `which=_GATES`, row i of a
-    layer moves to the lane of gate i. With `which=_LANES`, it moves back."""
+    """Reorder each update layer's rows, from row `firsts` on. With `which=_GATES`, row i moves to the lane of gate i.
+    With `which=_LANES`, it moves back."""
     firsts = firsts[len(automaton.perception) :]
     places = [np.arange(firsts[0])]
     for order, first, end in zip(automaton.orders, firsts, firsts[1:], strict=False):
@@ -226,8 +223,7 @@ def _packed(low, high):
 
 
 def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
-    """Return all tables of `Plan.consumers` as one vector. They list the rows of shared memory to which the consumers
-    of each row write gradients."""
+    """Return the tables of `Plan.consumers`: the rows to which the consumers of each row write gradients."""
     C, K, rows = automaton.channels, automaton.kernels, sizes.gradients
     perception, orders = automaton.perception, automaton.orders
     nobody = sizes.zeros
@@ -260,8 +256,8 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
         else:
             table = jnp.zeros((0, layer.lanes), jnp.int32)
         parts.append(filled(table, layer.lanes))
-    # The gradients that perception's first layer writes are summed over perception's kernels first. These sums have the
-    # axes (role, gate, channel). The first update layer, too, reads the center cell.
+    # Gradients of perception's first layer are summed over its kernels first, with axes (role, gate, channel). The
+    # first update layer also reads the center cell.
     gate, role = _consumers(perception[0])
     row = rows.kernel_sums.first + (role * perception[0].gates + gate)[..., None] * C + np.arange(C)[None, None]
     of_sums = jnp.where(gate[..., None] < 0, nobody, row).reshape(-1, sizes.neighbourhood)
@@ -275,8 +271,7 @@ def _rows_of_consumers(automaton: Automaton, sizes: Plan) -> Array:
 
 
 def _consumers(wires: Wires) -> tuple[Array, Array]:
-    """For each input, return the gates that read it (its consumers), and whether they read it as a (0) or b (1). Both
-    arrays have the shape `(max_fan_out, inputs)`. If an input has fewer consumers, the other gates are -1."""
+    """Return the gates that read each input, else -1, and whether as a (0) or b (1), both `(max_fan_out, inputs)`."""
     first, end = wires.offsets[:-1:2], wires.offsets[2::2]
     turns = first[None] + np.arange(wires.max_fan_out, dtype=np.int32)[:, None]
     consumer = wires.consumers[jnp.minimum(turns, wires.consumers.size - 1)]

@@ -20,7 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout: one key per tick, and the rounding rate, which is None if nothing is rounded."""
+    """Random choices of a rollout. `keys` has one key per tick. `rounding_rate` is None if nothing is rounded."""
 
     keys: Array
     rounding_rate: Array | None
@@ -115,8 +115,7 @@ def _backward_by_autodiff(dlast, coefficients, automaton, state, draws, kept, **
 
 
 def _own_grids(coefficients, automaton, state, draws):
-    """Return the batch axis of the state, so that each device has a part of the grids. If random values are drawn for
-    all grids, return no axis."""
+    """Return the state's batch axis, or no axis if random values are drawn for all grids."""
     return Axes({2: 0} if draws is None else {})
 
 
@@ -130,8 +129,8 @@ _FORWARD = differentiable(
 
 
 def _save_on_own_device(*arrays, **options):
-    """Return the last state and the residuals. On a mesh, keep no states, so that the backward recomputes them."""
-    # Each device's vector of states ends in unused elements, so the vectors cannot be joined into one array.
+    """On a mesh, keep no states, so that the backward recomputes them."""
+    # Each device's vector of states ends in unused elements, so the vectors cannot be joined.
     if _own_grids(*arrays).of and mesh_of(arrays) is not None:
         return _FORWARD(*arrays, **options), (*arrays, None)
     return _save(_automaton_kernels, *arrays, **options)
@@ -154,6 +153,5 @@ _TICKS = {
 
 
 def ticks(implementation: str, state: Array) -> Pair:
-    """Return the `Pair` of an implementation. For an empty state, return the `Pair` of formulas, because kernels do not
-    support it."""
+    """Return the `Pair` of an implementation, or of formulas for an empty state, which kernels do not support."""
     return _TICKS[implementation if state.size else "xla"]

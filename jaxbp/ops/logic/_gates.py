@@ -1,7 +1,7 @@
 """A layer of gates on rows `(inputs, ..., examples)`, with coefficients `(4, gates, ...)`.
 
-A row has the values of one input in all examples. The middle axes `...` are several circuits with the same wires. If
-the rows have size 1 along such an axis, its circuits read the same rows.
+The middle axes `...` are several circuits with the same wires. Where the rows have size 1, the circuits read the same
+rows.
 """
 
 import functools
@@ -26,11 +26,9 @@ def forward(coefficients: Array, wires: Wires, rows: Array) -> Array:
 
 
 def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tuple[Array, Array]:
-    """Return (dc, drows), the gradients with respect to coefficients and rows. `dc = Σ dy (1, a, b, ab)` is a sum over
-    the examples.
+    """Return (dc, drows), the gradients of coefficients and rows, by the formulas of `gate_layer_backward`.
 
-    The gradient of a row is a sum over the gates that read the row (its consumers). A gate adds `dy (c1 + c3 b)` to the
-    gradient of its input a, and `dy (c2 + c3 a)` to the gradient of its input b.
+    The gradient of a row is a sum over the gates that read it (its consumers).
     """
     rows = barriers.on_cpu(rows)
     dc = jnp.stack(_sums_over_examples(dy, rows[wires.a], rows[wires.b]))
@@ -51,7 +49,7 @@ def gradients(dy: Array, coefficients: Array, wires: Wires, rows: Array) -> tupl
 
 
 _MOST_PARTS = 16
-"""The largest number of terms for which LLVM unrolls a sum, and then uses vector instructions."""
+"""LLVM unrolls sums of up to this number of terms, and then uses vector instructions."""
 
 
 def _sums_over_examples(dy: Array, a: Array, b: Array) -> list[Array]:
@@ -81,7 +79,7 @@ def _one_by_one(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
-    """Sum each term over `axes`, all in one reduction. On a CPU, XLA computes separate sums ten times more slowly."""
+    """Sum each term over `axes` in one reduction. On a CPU, separate sums are ten times slower."""
     zeros = [jnp.zeros((), term.dtype) for term in terms]
     return lax.reduce(list(terms), zeros, lambda *pair: jax.tree.map(jnp.add, *pair), axes)
 
@@ -92,11 +90,10 @@ def _interleaved(pair: Array) -> Array:
 
 
 _MOST_TURNS = 32
-"""The largest number of consumers per input for which the sum over them is unrolled into gathers."""
+"""Sums over up to this number of consumers per input are unrolled into gathers."""
 
 _LARGEST_PRODUCT = 2**14
-"""Up to this number of elements of a 0-1 matrix `(inputs, consumers)`, a product with the matrix sums over
-consumers."""
+"""Up to this number of elements, a product with a 0-1 matrix `(inputs, consumers)` sums over consumers."""
 
 
 def few_have_most(wires: Wires) -> bool:
@@ -105,10 +102,9 @@ def few_have_most(wires: Wires) -> bool:
 
 
 def sum_over_consumers(terms: Callable[[Array], Array], wires: Wires) -> Array:
-    """For each input, return the sum of one term per consumer, which is a gate that reads the input. The result has the
-    shape `(inputs, ...)`.
+    """For each input, sum one term per consumer (a gate that reads the input), `(inputs, ...)`.
 
-    `terms(indices)` takes n indices into `wires.consumers`, and returns the terms of these consumers, `(n, ...)`.
+    `terms` maps n indices into `wires.consumers` to the terms of these consumers, `(n, ...)`.
     """
     first, end, places = wires.offsets[:-1:2], wires.offsets[2::2], np.arange(2 * wires.gates)
     if few_have_most(wires):

@@ -1,7 +1,7 @@
-"""Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)` with the examples last.
+"""Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)`.
 
-Here, a kernel is one tree of gates, which moves over the image, not a GPU kernel. A scan computes one tree after the
-other. The values that a leaf reads at all positions are a slice of the image.
+Here, a kernel is one tree of gates that moves over the image, not a GPU kernel. The values that a leaf reads at all
+positions are a slice of the image.
 """
 
 import functools
@@ -18,10 +18,10 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 
 
 def forward(coefficients, wires, x, *, stride, pool):
-    """Return each tree's largest output in each window of the pool, and the maximum's position in its window.
+    """Return the maximum of each tree in each window of the pool, and its row-major position in the window.
 
-    x is padded. The coefficients have the shape `(kernels, gates, 4)`, and the results `(kernels, height, width, N)`.
-    A position is `u * window_width + v` for row u and column v of the window, or None if windows have size 1.
+    Both have the shape `(kernels, height, width, N)`. Positions are None for windows of size 1. x is padded, and the
+    coefficients are `(kernels, gates, 4)`.
     """
     geometry = _Geometry(wires, x, stride, pool)
 
@@ -54,7 +54,7 @@ def gradients(dy, places, coefficients, wires, x, *, stride, pool):
     def of_kernel(dx, kernel):
         dy, places, c, leaves = kernel
         values = [at_place(places, lambda u, v, leaf=leaf: geometry.read(x, leaf, u, v)) for leaf in leaves]
-        # Without the barrier, XLA would recompute the values in each of the sums below.
+        # Without the barrier, XLA would recompute the values in each sum below.
         levels = levels_of_tree(c, barriers.optimization_barrier(values))
         dc, dleaves = gradients_of_tree(c, _kept(levels), dy)
         for leaf, dleaf in zip(leaves, dleaves, strict=True):
@@ -77,7 +77,7 @@ def _(arrays, tangents):
 
 
 def _sum(a: Array) -> Array:
-    """Sum over all axes, one axis after the other, which is more accurate than one sum."""
+    """Sum over one axis after the other, which is more accurate than one sum."""
     # Without the barriers, XLA would merge the sums.
     for _ in range(a.ndim):
         a = barriers.optimization_barrier(jnp.sum(a, axis=-1))

@@ -86,7 +86,7 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
         name,
         {"autodiff": definition, **per_implementation(function, ("pallas", "xla"))},
         unsupported=_unsupported,
-        # JAX cannot infer the sharding, because the op concatenates the cells of all grids to one axis.
+        # JAX cannot infer the sharding, because the op concatenates the cells of all grids.
         sharded_like=like,
         jit=True,
     )
@@ -117,14 +117,14 @@ def automaton_step(
         perceived_kc = perception_k(seen_0c, ..., seen_8c), for every kernel k and channel c
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
-    Here seen_pc is channel c of the p-th of nine cells: the cell itself and the eight around it, in row-major order.
-    Beyond the border of the grid, cells are 0. If the automaton is periodic, they are the cells on the opposite side
-    instead. perception_k and update are layers of gates, as in `gate_layer`. A bit is an output of perception_k. The
-    next state is clipped to [0, 1] with derivative 1, so that rounding errors do not grow.
+    Here seen_pc is channel c of the p-th of nine cells: the cell and its eight neighbors, in row-major order. Beyond
+    the border, cells are 0, or if the automaton is periodic, the cells on the opposite side. perception_k and update
+    are layers of gates, as in `gate_layer`. A bit is an output of perception_k. The next state is clipped to [0, 1]
+    with derivative 1.
 
     Args:
-      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
-        `(gates, parameters)` for update, possibly in a wider dtype than the state.
+      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and `(gates,
+        parameters)` for update, possibly in a wider dtype than the state.
       state: values in [0, 1].
       key: required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates. Otherwise, it keeps its state.
@@ -134,8 +134,7 @@ def automaton_step(
       The next state, in the state's dtype, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
     """
@@ -160,13 +159,10 @@ def automaton_step_backward(
     """Gradients of `automaton_step`, by the formulas of `gate_layer_backward` in each layer of gates.
 
     The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
-    cell's state is a sum over the nine cells that see the cell. If the cell did not update, `dnext` of the cell is
-    added.
+    cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if it did not update.
 
-    Returns:
-      (dlogits, dstate), in the structure and dtypes of the logits and the state.
-
-    Arguments and errors are as in `automaton_step`.
+    Return (dlogits, dstate), in the structure and dtypes of the logits and the state. Arguments and errors are as in
+    `automaton_step`.
     """
     op = "automaton_step_backward"
     layers, before = _check(op, logits, automaton, state, parametrization)
@@ -201,12 +197,10 @@ def automaton_rollout(
     Args:
       steps: static.
       rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
-        (straight-through). The gradient of the rate is 0. A traced rate is not checked.
-      memory: what the forward keeps for the backward: "all" for the inputs of every gate in every tick, or a policy of
+        (straight-through). Its gradient is 0. A traced rate is not checked.
+      memory: what the forward keeps: "all" for the inputs of every gate in every tick, or a policy of
         `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
-      Other arguments, dtype, and errors: as in `automaton_step`.
-
-    Source: as in `automaton_step`.
+      Other arguments, dtype, errors, and source: as in `automaton_step`.
     """
     op = "automaton_rollout"
     logits, state = _check(op, logits, automaton, state, parametrization)
@@ -235,8 +229,8 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is as in `automaton_rollout`, rounded with the same random values as in the forward. Results, arguments,
-    and errors are as in `automaton_step_backward` and `automaton_rollout`.
+    Here s_t is as in `automaton_rollout`, with the forward's random values. Results, arguments, and errors are as in
+    `automaton_step_backward` and `automaton_rollout`.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)
@@ -273,7 +267,7 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
-    """Return one key per tick and the rounding rate, or None if nothing is random. `steps` is None for one tick."""
+    """Return one key per tick and the rounding rate, or None if nothing is random."""
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None

@@ -1,16 +1,13 @@
 """Differentiable logic gates: layers of two-input gates whose functions are learned.
 
-A gate computes one of 16 functions of two bits. The four bits of a function's number, from the highest, are its values
-at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1). Relaxed to numbers between 0 and 1, each function is linear in a and in
-b:
+A gate computes one of 16 functions of two bits, relaxed to numbers between 0 and 1:
 
     0  False     4  b - ab        8  1 - (a + b - ab)     12  1 - a
     1  ab        5  b             9  1 - (a + b - 2ab)    13  1 - a + ab
     2  a - ab    6  a + b - 2ab  10  1 - b                14  1 - ab
     3  a         7  a + b - ab   11  1 - b + ab           15  True
 
-A mixture of these functions is `c0 + c1 a + c2 b + c3 ab`. One `Pair` maps the parameters of a gate to the four
-coefficients. A second `Pair` maps coefficients and inputs to the gate's value.
+The bits of a function's number, from the highest, are its values at (a, b) = (0, 0), (0, 1), (1, 0), and (1, 1).
 """
 
 import dataclasses
@@ -90,10 +87,9 @@ def _gradients_by_autodiff(dy, coefficients, wires, x, *, groups=None):
 
 
 def _copies_of_inputs(wires, rows):
-    """Return each gate's inputs a and b, as `_inputs_of_gates` does, but gather them from `max_fan_out` copies of each
-    row. Each copy is read at most once."""
-    # The gradient of a row is then a sum over its copies, in a fixed order. The gradient of a plain gather is a
-    # scatter, whose order of additions varies on a GPU. If few rows have most consumers, copies need too much memory.
+    """Gather each gate's inputs a and b from copies of the rows. Each copy is read at most once."""
+    # The gradient of a row is then a sum over its copies in a fixed order, not a scatter, whose order varies on a GPU.
+    # If few rows have most consumers, copies need too much memory.
     if _gates.few_have_most(wires):
         return _inputs_of_gates(wires, rows)
     copies, place = jnp.repeat(rows, wires.max_fan_out, axis=0), _copies_read(wires)
@@ -101,8 +97,7 @@ def _copies_of_inputs(wires, rows):
 
 
 def _copies_read(wires):
-    """Return the indices of the copies of rows that gates read, `(2 gates,)`. Elements 2 g and 2 g + 1 are for the
-    inputs a and b of gate g. The copies of row r begin at index `r * max_fan_out`."""
+    """Return the index of the copy that each gate reads, as a at 2 g and as b at 2 g + 1 for gate g."""
     places = np.arange(2 * wires.gates, dtype=np.int32)
     row = jnp.searchsorted(wires.offsets[2::2], places, side="right").astype(jnp.int32)
     turn = places - wires.offsets[2 * row]
@@ -111,7 +106,7 @@ def _copies_read(wires):
 
 def _features_first(x):
     x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
-    # On a CPU, `_as_rows` makes XLA store each feature as a row, so that XLA does not gather single elements.
+    # On a CPU, XLA then stores each feature as a row, and does not gather single elements.
     return lax.platform_dependent(x, cpu=_as_rows, default=lambda x: x)
 
 
@@ -121,8 +116,8 @@ def _features_last(x, shape):
 
 @functools.partial(jax.jit, inline=True)
 def _as_rows(x):
-    # A vector has only one memory layout, so the barrier fixes the order of the elements in memory. A program with a
-    # layout constraint could not be exported.
+    # A vector has only one memory layout, so the barrier fixes it. A program with a layout constraint could not be
+    # exported.
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
@@ -141,7 +136,7 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    # `gradients_by_input` needs no shared memory, and is the fallback, also without a GPU.
+    # `gradients_by_input` is the fallback, also without a GPU, because it needs no shared memory.
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
@@ -211,7 +206,7 @@ COEFFICIENTS = {
         residuals=given_arguments,
         name="softmax_gates",
     ),
-    # The other parametrizations have no sums over the 16 functions, so XLA is as fast as a kernel.
+    # Parametrizations without sums over the 16 functions are as fast in XLA as in a kernel.
     **{
         name: Pair(
             functools.partial(gates.of_rows, parametrization=name),
@@ -269,26 +264,24 @@ def gate_layer(
 ) -> Float[Array, "*batch results"]:
     """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
 
-    Here a and b are the inputs that `wires` assigns to gate g, and the docstring of the module lists the functions
-    op_i. Each op_i is linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab` with four coefficients per gate.
+    Here a and b are the inputs that `wires` assigns to gate g. The module's docstring lists the functions op_i. They
+    are linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab` with four coefficients per gate.
 
     Args:
       logits: the parameters of each gate, possibly in a wider dtype than x.
       x: numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
-        "input_wise": 4 parameters, one per row of the truth table, whose sigmoid is the gate's value in this row.
-        "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The value of the gate in a row of the
-          truth table is the sigmoid of the weighted sum. For inputs between 0 and 1, y interpolates between these
-          values, unlike in the source.
-      groups: None, or a number of groups of neighboring gates, whose values are then summed, as in `jaxbp.group_sum`.
+        "input_wise": 4 numbers, one per row of the truth table, whose sigmoid is the gate's value in this row.
+        "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The gate's value in a row of the truth
+          table is the sigmoid of the weighted sum. Between 0 and 1, y interpolates these values, unlike in the source.
+      groups: a number of groups of neighboring gates, whose values are summed, as in `jaxbp.group_sum`, or None.
 
     Returns:
-      y in x's dtype, computed in float32 or wider. With `groups`, the sums are in float32 or wider.
+      y, in x's dtype, computed in float32 or wider. With `groups`, y is in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: F. Petersen et al., "Deep differentiable logic gate networks", NeurIPS 2022; "input_wise": L. Rüttgers et
     al., "Light differentiable logic gate networks", 2025; "walsh": L. Gerlach et al., "WARP logic neural networks",
@@ -319,10 +312,7 @@ def gate_layer_backward(
     The only sums over the batch are the gradients of the coefficients, `dc = Σ_batch dy (1, a, b, ab)`. From dc follows
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where row i of T has the four coefficients of op_i.
 
-    Returns:
-      (dlogits, dx), in the dtypes of logits and x.
-
-    Arguments and errors are as in `gate_layer`.
+    Return (dlogits, dx), in the dtypes of logits and x. Arguments and errors are as in `gate_layer`.
     """
     op = "gate_layer_backward"
     arguments = logits, x

@@ -1,8 +1,7 @@
 """Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
 
 A tree of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values. If convolution and or-pool are one op, the forward keeps one byte per pooled output, the largest
-value's position. The backward recomputes only the tree at this position.
+neighboring values. As one op, convolution and or-pool keep only each maximum's position.
 """
 
 import functools
@@ -206,21 +205,17 @@ def logic_conv2d(
 
     Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
     stride and p the padding. The r-th gate of a level takes the values 2 r and 2 r + 1 of the previous level as its
-    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes
-    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
+    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes `Σ_i softmax(logits[k, g])_i
+    op_i(a, b)`, as in `gate_layer`.
 
     Args:
       stride: an int, or a pair for rows and columns.
       padding: zeros on each side, as in `conv2d`.
       implementation: "pallas" supports depths up to 4.
-      Other arguments: as in `gate_layer`.
+      Other arguments and errors: as in `gate_layer`.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. Its height is `(height + 2 p - window) // s + 1`.
-
-    Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
 
     Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -246,13 +241,10 @@ def logic_conv2d_backward(
         db = dy (c2 + c3 a)
         dc = Σ over examples and positions of dy (1, a, b, ab)
 
-    dlogits follows from dc as in `gate_layer_backward`. dx at a position of x is the sum of the gradients of all leaves
-    that read this position.
+    dlogits follows from dc as in `gate_layer_backward`. dx at a position is the sum of the gradients of all leaves that
+    read it.
 
-    Returns:
-      (dlogits, dx), in the dtypes of logits and x.
-
-    Arguments and errors are as in `logic_conv2d`.
+    Return (dlogits, dx), in the dtypes of logits and x. Arguments and errors are as in `logic_conv2d`.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x
@@ -275,8 +267,8 @@ def logic_conv2d_or_pool2d(
     """`logic_or_pool2d(logic_conv2d(logits, wires, x, stride=stride, padding=padding), pool)`, with fewer residuals.
 
     Args:
-      pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored. "pallas"
-        supports up to 9 positions.
+      pool: height and width of the pool's windows, which do not overlap. Incomplete windows are ignored.
+        `implementation="pallas"` supports up to 9 positions.
       Other arguments, dtype, errors, and source: as in `logic_conv2d`.
     """
     op = "logic_conv2d_or_pool2d"
@@ -320,8 +312,8 @@ def logic_conv2d_or_pool2d_backward(
     """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
     in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
-    If an index is outside of its window, the result is undefined. `indices` are as returned by
-    `logic_conv2d_or_pool2d_with_indices`. Other arguments, results, and errors are as in `logic_conv2d_backward`.
+    `indices` are as returned by `logic_conv2d_or_pool2d_with_indices`. Outside of a window, they give an undefined
+    result. Other arguments, results, and errors are as in `logic_conv2d_backward`.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x
@@ -343,8 +335,6 @@ def logic_or_pool2d(
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
     """Return the "or" of the bits in each window, relaxed to their maximum: `max_pool2d` with the window `pool`.
-
-    The backward is `max_pool2d_backward`.
 
     Source: as in `logic_conv2d`.
     """

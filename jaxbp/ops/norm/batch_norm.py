@@ -28,7 +28,7 @@ def _along(a, x, channel_axis):
 
 
 def _normalise(x, scale, bias, *, epsilon, channel_axis, wide):
-    """Return ((y, mean, var), residuals). With `wide`, mean and var are not rounded to x's dtype."""
+    """Return ((y, mean, var), residuals). With `wide`, mean and var are not rounded."""
     over = _over(x, channel_axis)
     mean, rest = mean_and_rest(x, over)
     centred = (upcast(x) - mean) - rest
@@ -64,11 +64,7 @@ def _terms(dy, x, mean, rest):
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), given the sums of the two `_terms`, where `dx = a dy + b (x - mean) + c`.
-
-    With n = count, the gradients of mean and var add `dmean/n + dvar 2 (x - mean)/n` to the dx of
-    `batch_norm_backward`.
-    """
+    """Return ((a, b, c), dscale, dbias), given the sums of the two `_terms`, with `dx = a dy + b (x - mean) + c`."""
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s
@@ -139,13 +135,12 @@ def batch_norm(
 
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the batch's, in y's dtype, computed in float32 or wider. They are differentiable. var is the mean of squared
+      are the batch's, in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared
       deviations. With `running`, mean and var are the new running averages,
       `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: S. Ioffe and C. Szegedy, "Batch normalization", ICML 2015.
     """
@@ -185,16 +180,14 @@ def batch_norm_backward(
     channel_axis: int = 1,
     implementation: Implementation = None,
 ) -> Results:
-    """Gradients of `batch_norm` for a loss that depends on y, not on mean and var. With `s = 1/√(var + epsilon)`,
-    `x̂ = s (x - mean)`, and n elements per channel,
+    """Gradients of `batch_norm` for a loss that depends on y, not on mean and var. With `s = 1/√(var + epsilon)`, `x̂ =
+    s (x - mean)`, and n elements per channel,
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
 
     with sums over the batch and the spatial axes.
 
-    Returns:
-      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-
+    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
     Arguments and errors are as in `batch_norm`.
     """
     op = "batch_norm_backward"

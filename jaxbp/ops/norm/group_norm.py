@@ -20,8 +20,8 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
 
-# The functions below get x with the channels divided into two axes: `axis` for the groups, and `axis + 1` for the
-# channels of a group. Scale and bias have size 1 along all other axes.
+# Below, two axes of x are channels: `axis` for the groups, and `axis + 1` for a group's channels. Scale and bias have
+# size 1 along other axes.
 
 
 def _over(x, axis):
@@ -93,8 +93,8 @@ def group_norm(
     """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
     over the channels of a group and the spatial axes.
 
-    With one group, this is a LayerNorm over all axes but the first; with one group per channel, an instance
-    normalization. If squares of a group's elements overflow, the group's y is NaN.
+    One group gives a LayerNorm over all axes but the first, and one group per channel an instance normalization. If
+    squares of a group's elements overflow, the group's y is NaN.
 
     Args:
       scale, bias: one value per channel; None for ones and zeros.
@@ -104,8 +104,7 @@ def group_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: Y. Wu and K. He, "Group normalization", ECCV 2018.
     """
@@ -129,9 +128,7 @@ def group_norm_backward(
 
     with means over each group of an example, and sums over the examples and the spatial axes.
 
-    Returns:
-      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-
+    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
     Arguments and errors are as in `group_norm`.
     """
     (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)

@@ -33,16 +33,15 @@ def rows(a):
 
 
 def _first(x):
-    # The mean is more accurate if a row's first element is subtracted before the sum. In exact arithmetic, this changes
-    # no result, so the first element needs no gradient.
+    # Subtracting the row's first element makes the mean more accurate. In exact arithmetic, this changes no result, so
+    # it needs no gradient.
     return lax.stop_gradient(upcast(x[..., :1]))
 
 
 def row_statistics(x, *, eps, center):
-    """Return (offset, inv_std) per row, with `inv_std = 1 / sqrt(var(x) + eps)`.
+    """Return (offset, inv_std) per row, with offset None without `center`.
 
     The offset is the mean minus the row's first element, because a mean far from zero is rounded to too few digits.
-    Without `center`, the offset is None, and `inv_std = 1 / sqrt(mean(x²) + eps)`.
     """
     if not center:
         return None, _inv_std(upcast(x), eps)
@@ -83,10 +82,7 @@ def normalise_kernel(x, scale, bias, *, eps, center):
 
 
 def gradients(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y=False):
-    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. Without `with_y`, y is None.
-
-    If inv_std is None, compute offset and inv_std from x.
-    """
+    """Return (dx, dscale, dbias, y), with dscale and dbias in float32. Without `with_y`, y is None."""
     if inv_std is None:
         offset, inv_std = row_statistics(x, eps=eps, center=center)
     normalised, dy = _normalised(x, offset, inv_std), upcast(dy)
@@ -156,7 +152,7 @@ def _save(normalise, x, scale, bias, **options):
 
 
 def _residuals(x, scale, bias, **options):
-    """Return the residuals for a backward without a forward. The backward then computes offset and inv_std from x."""
+    """Without a forward, the backward computes offset and inv_std from x."""
     return x, scale, None, None
 
 
@@ -210,8 +206,7 @@ def layer_norm(
       y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
     """
@@ -228,18 +223,15 @@ def layer_norm_backward(
     axis: int | Sequence[int] = -1,
     implementation: Implementation = None,
 ) -> tuple[Rows, Parameter, Parameter]:
-    """Gradients of `layer_norm`. With `t = dy * scale`, `x̂ = (x - mean) * inv_std`, and
-    `inv_std = 1 / sqrt(var(x) + eps)`,
+    """Gradients of `layer_norm`. With `t = dy * scale`, `x̂ = (x - mean) * inv_std`, and `inv_std = 1 / sqrt(var(x) +
+    eps)`,
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy,
 
     with means over each row and sums over all rows.
 
-    Returns:
-      (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-      Half precisions are summed in float32.
-
-    Arguments and errors are as in `layer_norm`.
+    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
+    Half precisions are summed in float32. Arguments and errors are as in `layer_norm`.
 
     Source: docs/layer_norm.md.
     """
@@ -283,11 +275,7 @@ def rms_norm_backward(
 
     with means over each row and the sum over all rows.
 
-    Returns:
-      (dx, dscale): dx in the dtype of x; dscale in the dtype of scale, or of x if scale is None. Half precisions are
-      summed in float32.
-
-    Arguments and errors are as in `rms_norm`.
+    Return (dx, dscale), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `rms_norm`.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
@@ -296,7 +284,7 @@ def rms_norm_backward(
 
 
 def _check(op, axis, eps, x, scale, bias=None, **dy):
-    """Return x's shape, and the checked arrays with the axes of a row combined into one axis."""
+    """Return x's shape, and the checked arrays with the axes of a row combined."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):

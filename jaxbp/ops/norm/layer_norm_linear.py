@@ -1,17 +1,7 @@
 """LayerNorm and a dense layer in one op.
 
-For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x. With inv_std
-as in `layer_norm_backward`, and the weights w and the bias b of the dense layer,
-
-    z = x̂ vᵀ + b + w bias,    v = w * scale,    t = dy v,
-    dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),
-
-with means over each row. The gradients of the parameters need only two sums over the rows, `s = dyᵀ x̂` and
-`db = Σ dy`:
-
-    dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db,
-
-with sums over the outputs (derivation: docs/layer_norm.md).
+For many rows in bfloat16, the kernels keep x̂, the normalized rows before scale and bias, in place of x.
+docs/layer_norm.md derives the formulas.
 """
 
 import functools
@@ -38,8 +28,7 @@ from pallas_kernels.norm import layer_norm_linear as kernels
 from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 
 _MIN_ROWS_AN_OUTPUT = 8
-"""From this number of rows per output on, x̂ is kept, which saves passes over the rows, but adds passes over the
-weights (docs/lab/2026-11-25-norm.md)."""
+"""From this number of rows per output on, keeping x̂ is faster (docs/lab/2026-11-25-norm.md)."""
 
 # --------------------------------------------------------------------------------------------------------- the forward
 
@@ -83,8 +72,7 @@ def _dense_kernel(y, w, b, *, precision):
 
 
 def _keeps_normalised(x, w):
-    """Return whether the "pallas" forward keeps the normalized rows instead of x. In float16, it keeps x, because
-    `w * scale` could lose digits."""
+    """Return whether the forward keeps x̂ instead of x. In float16, `w * scale` could lose digits."""
     count, (outputs, hidden) = math.prod(x.shape[:-1]), w.shape
     matrix, dy, b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((count, hidden), (count, outputs), (outputs,)))
     return (
@@ -145,7 +133,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # The "xla" forward keeps x, so x̂ is given only if JAX differentiates the "pallas" backward.
+    # x̂ is given only if JAX differentiates the "pallas" backward.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -198,7 +186,7 @@ def _sums(dy, normalised):
 
 
 def _sums_kernel(dy, normalised):
-    # For the rows of one device of a mesh, the kernel may be slower than the formula.
+    # For one device's rows, the kernel may be slower than the formula.
     if not linear_sm90.weights_gradient.pays(dy, normalised):
         return _sums(dy, normalised)
     return on_gpu(functools.partial(linear_sm90.weights_gradient, dtype=jnp.float32), _sums, dy, normalised)

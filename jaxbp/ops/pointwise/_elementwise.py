@@ -1,7 +1,4 @@
-"""Pairs of element-wise ops, with the kernels `elementwise` and `sum_over`.
-
-Half precisions are computed in float32. Gradients are summed over broadcast axes.
-"""
+"""Pairs of element-wise ops, with the kernels `elementwise` and `sum_over`. Half precisions are computed in float32."""
 
 import functools
 import math
@@ -22,14 +19,12 @@ from pallas_kernels.pointwise.reductions import sum_over
 
 
 class Elementwise(Pair):
-    """A pair of element-wise formulas with NumPy's broadcasting.
+    """A pair of element-wise formulas with NumPy's broadcasting. Other arguments are as in `Pair`.
 
     Args:
-      gradient: `gradient(dy, *arrays, **options)`, which returns one gradient per array.
-      in_kernels: replaces `gradient` in the kernels, if `gradient` has operations that kernels do not support.
-      keeps_result: whether to keep the result y for the backward, instead of the argument x. This saves memory if the
-        next op keeps y, too. `gradient(dy, y)` must equal `gradient(dy, x)`.
-      Other arguments: as in `Pair`.
+      gradient: `gradient(dy, *arrays, **options)` returns one gradient per array.
+      in_kernels: replaces `gradient` in kernels, if they do not support its operations.
+      keeps_result: whether the backward gets the result y instead of x. `gradient(dy, y)` must equal `gradient(dy, x)`.
     """
 
     def __init__(
@@ -86,12 +81,11 @@ class Elementwise(Pair):
 
 
 class WithNumber:
-    """An element-wise op with a parameter named `number`, which is static or a differentiable array of shape ().
+    """An element-wise op with a parameter `number`, which is static or a differentiable array of shape ().
 
     Args:
-      gradient: `gradient(dy, *arrays, number)`, which returns a tuple with one gradient per array.
-      number_gradient: `number_gradient(dy, *arrays, number)`, which returns each element's part of the number's
-        gradient.
+      gradient: `gradient(dy, *arrays, number)` returns a tuple with one gradient per array.
+      number_gradient: `number_gradient(dy, *arrays, number)` returns each element's part of the number's gradient.
     """
 
     def __init__(self, name: str, number: str, forward: Callable, gradient: Callable, number_gradient: Callable):
@@ -130,7 +124,7 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the batch axes. They are the leading axis of each array, except for arrays that are broadcast along it."""
+    """Return the leading axis of each array that is not broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 
@@ -155,7 +149,7 @@ def _summed(shape, gradients, arrays):
 
 
 def _gradient_kernels(gradient, dy, arrays):
-    """Compute the gradients by one kernel for all arrays that are not broadcast, and one kernel per broadcast array."""
+    """Call one kernel for all arrays that are not broadcast, and one per broadcast array."""
 
     def select(wanted):
         def formula(*values):

@@ -48,11 +48,10 @@ def _spread(scale):
 
 
 def _elementwise_gradient(formula, statistics, excluded):
-    """Return a backward as a dict, with a function in jnp ("xla") and a kernel ("pallas"). Both compute
-    `formula(dy, a, *statistics(a, axis), **options)` element by element. `statistics` returns arrays that are reduced
-    along `axis`. Where `where` is False, a is replaced by `excluded`, and the gradient is 0."""
-    # The forward's result is rounded, so the backward computes the statistics again from a. If forward and backward are
-    # in one program, XLA computes the statistics once.
+    """Return a backward as a dict, with `formula(dy, a, *statistics(a, axis), **options)` in jnp and as a kernel. Where
+    `where` is False, a is `excluded`."""
+    # The forward's result is rounded, so the backward recomputes the statistics from a. In one program, XLA computes
+    # them once.
 
     def in_jnp(dy, a, where, *, axis, keepdims, shape, **options):
         wide, wide_dy = upcast(select(where, a, excluded)), upcast(_keep_axes(dy, shape, axis))
@@ -68,7 +67,7 @@ def _elementwise_gradient(formula, statistics, excluded):
 
 
 def _share(count):
-    """Return the weight of each element in a mean. The mean of no elements is NaN, and so is its gradient."""
+    """Return an element's weight in a mean. The mean of no elements has the gradient NaN."""
     return 1.0 / count if count else math.inf
 
 
@@ -120,7 +119,7 @@ def included_count(where, shape, axis, keepdims):
 
 
 def _largest_and_positive_total(a, axis):
-    """Return `largest_and_total(a, axis)`, with a total of 1 where all elements are -inf. The gradient is then 0."""
+    """Return `largest_and_total`, with total 1 where all elements are -inf, so that the gradient is 0."""
     largest, total = largest_and_total(a, axis)
     return largest, jnp.where(total == 0, 1.0, total)
 
@@ -149,7 +148,7 @@ LOGSUMEXP = fused_pair(
 
 
 def _places(shape, axis):
-    """Return each element's row-major index among the elements that are reduced to the same result."""
+    """Return each element's row-major index among the elements with the same result."""
     wide = [size if i in axis else 1 for i, size in enumerate(shape)]
     return lax.iota(jnp.int32, math.prod(wide)).reshape(wide)
 
@@ -170,13 +169,13 @@ def _save_first(forward):
             return forward(a, where, axis=axis, keepdims=True, shape=shape, initial=initial)
 
         def index_of(a, where, y):
-            # A minimum of indices is faster than argmax. If y is NaN, the result is the index of the first NaN.
+            # A minimum of indices is faster than argmax. If y is NaN, it is the first NaN's index.
             is_extreme = select(where, (a == y) | (jnp.isnan(a) & jnp.isnan(y)), False)
             return jnp.min(jnp.where(is_extreme, _places(shape, axis), count_of(shape, axis)), axis=axis, keepdims=True)
 
         @extreme.defjvp
         def _(primals, tangents):
-            # This rule serves second derivatives. Autodiff would average the tangents of all elements that equal y.
+            # This rule serves second derivatives. Autodiff would average over all elements that equal y.
             y = extreme(*primals)
             selected = _places(shape, axis) == index_of(*primals, y)
             return y, jnp.sum(jnp.where(selected, tangents[0], 0), axis=axis, keepdims=True)

@@ -1,8 +1,7 @@
 """Activation functions.
 
-Every function takes x of any shape and floating dtype, and returns an array of x's shape and dtype. Half precisions are
-computed in float32. The kernels support only float32, bfloat16, and float16. A dtype that is not floating raises a
-TypeError, and a wrong shape a ValueError.
+Every function takes floating x of any shape, and returns x's shape and dtype. Half precisions are computed in float32.
+Kernels support float32, bfloat16, and float16. Invalid arguments raise a TypeError or a ValueError.
 """
 
 import math
@@ -81,12 +80,11 @@ _ELU = WithNumber("elu", "alpha", jax.nn.elu, _elu_gradient, _alpha_gradient)
 
 
 _SATURATION = 1000.0
-"""Below -1000, `gelu`, `silu`, and `mish` are 0. Above 1000, they are x. Both hold to the last digit of float64."""
+"""Beyond ±1000, `gelu`, `silu`, and `mish` are 0 or x, to the last digit of float64."""
 
 
 def _saturating(function):
-    """Return `function`, replaced by 0 below `-_SATURATION` and by x above `_SATURATION`. There, `function` itself may
-    multiply 0 by infinity."""
+    """Replace `function` by 0 or x beyond ±`_SATURATION`, where it may multiply 0 by infinity."""
 
     def forward(x, **options):
         is_saturated = jnp.abs(x) > _SATURATION
@@ -97,7 +95,7 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`, beyond which the activations have constant slopes. NaN stays NaN."""
+    """Clip x to ±`_SATURATION`, beyond which the activations have constant slopes."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -133,10 +131,9 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return the `Pair` of `softmax` or `log_softmax`. `excluded` is the result for elements that `where` excludes.
+    """Return the `Pair` of `softmax` or `log_softmax`, with `excluded` as the result for excluded elements.
 
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`. The forward's y is rounded to x's
-    dtype, so the backward computes p from x.
+    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`.
     """
 
     def forward(x, where, *, axis):
@@ -193,9 +190,7 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 
 
 def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
-    """Leaky ReLU, `y = x where x > 0, else negative_slope x`.
-
-    The slope is a number or a differentiable array of shape ().
+    """Leaky ReLU, `y = x where x > 0, else negative_slope x`. The slope may be a differentiable array of shape ().
 
     Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
@@ -212,7 +207,7 @@ def leaky_relu_backward(
 def prelu(x: AnyFloats, alpha: Float[AnyArray, "*alpha_shape"], *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU with learned slopes, `y = x where x > 0, else alpha x`.
 
-    alpha has a shape that broadcasts to x's, such as `(channels, 1, 1)` for one slope per channel of images.
+    alpha broadcasts to x, as `(channels, 1, 1)` does for one slope per channel of images.
 
     Source: K. He et al., "Delving deep into rectifiers", ICCV 2015.
     """
@@ -238,9 +233,8 @@ def _check_alpha(op, x, alpha):
 
 
 def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = None) -> Floats:
-    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`.
-
-    alpha is a number, or a differentiable array of shape ().
+    """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`. alpha may be a differentiable array of shape
+    ().
 
     Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
     units", ICLR 2016.
@@ -319,8 +313,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    No exponential overflows. The boolean array `where` broadcasts to x, and is False for excluded elements. The sum
-    omits excluded elements. Their y and gradient are 0, even if their x is NaN.
+    No exponential overflows. The boolean array `where` broadcasts to x. The sum omits elements where it is False. Their
+    y and gradient are 0, even if their x is NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)
@@ -334,8 +328,8 @@ def softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y computed again from x, because the forward's y is
-    rounded to x's dtype."""
+    """Gradient of `softmax`: `dxᵢ = yᵢ (dyᵢ - Σⱼ dyⱼ yⱼ)`, with y recomputed from x, because the forward's y is
+    rounded."""
     *arrays, axis = _check("softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 
@@ -347,10 +341,8 @@ def log_softmax(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, with `axis` and `where` as in `softmax`.
-
-    Elements that `where` excludes have y = -inf and a gradient of 0.
-    """
+    """Logarithm of the softmax, `yᵢ = xᵢ - ln Σⱼ exp(xⱼ)`, with `axis` and `where` as in `softmax`. Excluded elements
+    have y = -inf and gradient 0."""
     x, where, axis = _check("log_softmax", axis, where, x=x)
     return _LOG_SOFTMAX(x, where, implementation=implementation, axis=axis)
 
@@ -363,10 +355,7 @@ def log_softmax_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ`, with the sum over the included elements.
-
-    y is computed again from x, because the forward's y is rounded to x's dtype.
-    """
+    """Gradient of `log_softmax`: `dxᵢ = dyᵢ - exp(yᵢ) Σⱼ dyⱼ` over the included elements, with y recomputed from x."""
     *arrays, axis = _check("log_softmax_backward", axis, where, dy=dy, x=x)
     return in_dtypes_of(x, _LOG_SOFTMAX.vjp(*arrays, implementation=implementation, axis=axis))
 

@@ -1,9 +1,8 @@
 """Arithmetic, with NumPy's broadcasting.
 
-Every function except `negative` takes floating `x1` and `x2` in shapes that broadcast. Either may be a number. The
-result has the dtype to which `jax.numpy` promotes x1 and x2. A backward returns `(dx1, dx2)`, in the shapes and dtypes
-of x1 and x2, summed over the axes along which x1 or x2 is broadcast. Invalid arguments raise a TypeError or a
-ValueError.
+Every function except `negative` takes floating arrays or numbers x1 and x2, and promotes them as `jax.numpy` does. A
+backward returns (dx1, dx2), in the shapes and dtypes of x1 and x2, summed over broadcast axes. Invalid arguments raise
+a TypeError or a ValueError.
 """
 
 import math
@@ -39,8 +38,8 @@ def _power(x1, x2):
 
 
 def _power_in_kernels(base, exponent):
-    # In exp(exponent * log(base)), the exponent multiplies the rounding error of the logarithm, so the logarithm is a
-    # sum of two float32 numbers.
+    # In exp(exponent * log(base)), the exponent multiplies the logarithm's rounding error, so the logarithm is a sum of
+    # two float32 numbers.
     log, rest = _log_in_two(jnp.abs(base))
     product, rest_of_product = _product_in_two(exponent, log)
     in_range = jnp.abs(product) < 128
@@ -55,10 +54,8 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """Return `ln x` as a sum of two float32 numbers.
-
-    For `x = m 2ⁿ` with m near 1, the formula is `ln x = n ln 2 + 2 atanh((m - 1) / (m + 1))`.
-    """
+    """Return `ln x = n ln 2 + 2 atanh((m - 1) / (m + 1))` with `x = m 2ⁿ` and m near 1, as a sum of two float32
+    numbers."""
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)
@@ -79,8 +76,7 @@ def _log_in_two(x):
 
 
 def _product_in_two(a, b):
-    """Return `a b` as a sum of two numbers. The first number is the exact product of a and b after the lower halves of
-    their digits are cut off."""
+    """Return `a b` as a sum of two numbers. The first is the exact product of the upper halves of their digits."""
     a_high, b_high = _with_bits(a, ~0xFFF), _with_bits(b, ~0xFFF)
     a_low, b_low = a - a_high, b - b_high
     return a_high * b_high, a_high * b_low + (a_low * b_high + a_low * b_low)
@@ -97,8 +93,8 @@ def _rounded(x):
 
 def _power_gradient(power):
     def gradient(dy, x1, x2):
-        # d1 is replaced by 0 only at the points `constant`. Elsewhere, second derivatives need the slope of the factor
-        # x2. At the points `constant`, the base is 1, because 0 times the power's slope at the true base would be NaN.
+        # At the points `constant`, d1 is 0, and the base is 1, because 0 times the slope at the true base would be NaN.
+        # Elsewhere, second derivatives need the slope of the factor x2.
         constant, at_zero = (x2 == 0) & ((x1 == 0) | (x1 != x1)), x1 == 0
         d1 = jnp.where(constant, 0.0, x2 * power(jnp.where(constant, 1.0, x1), x2 - 1))
         base = jnp.where(at_zero, 1.0, x1)
@@ -203,8 +199,8 @@ def power_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementat
     """Gradients of `power`: `dx1 = dy x2 x1 ** (x2 - 1)`, `dx2 = dy x1 ** x2 ln x1`.
 
     At x1 = 0, dx1 is dy times 0 for x2 = 0 and x2 > 1, dy times 1 for x2 = 1, dy times inf for x2 between 0 and 1, and
-    infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, and otherwise dy times -inf, the limit as x1 approaches 0
-    from above. For negative x1, dx2 is NaN.
+    infinite for x2 < 0. There, dx2 is dy times 0 for x2 > 0, else dy times -inf, the limit from above. For negative x1,
+    dx2 is NaN.
     """
     return _POWER.backward_of(implementation, dy, _operands(x1, x2))
 
@@ -216,7 +212,7 @@ def maximum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 def maximum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `maximum`: `dx1 = dy` where x1 > x2, else 0, and `dx2 = dy` where x2 > x1, else 0. Where x1 equals
-    x2, both dx1 and dx2 are dy / 2."""
+    x2, both are dy / 2."""
     return _MAXIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 
@@ -227,7 +223,7 @@ def minimum(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
 
 def minimum_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
     """Gradients of `minimum`: `dx1 = dy` where x1 < x2, else 0, and `dx2 = dy` where x2 < x1, else 0. Where x1 equals
-    x2, both dx1 and dx2 are dy / 2."""
+    x2, both are dy / 2."""
     return _MINIMUM.backward_of(implementation, dy, _operands(x1, x2))
 
 

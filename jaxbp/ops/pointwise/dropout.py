@@ -15,13 +15,13 @@ from pallas_kernels.pointwise.elementwise import elementwise
 
 
 def _keep(key, shape, rate, broadcast_dims):
-    # With a float32 probability, the mask does not depend on JAX's 64-bit mode.
+    # A float32 probability makes the mask independent of JAX's 64-bit mode.
     sizes = [1 if axis in broadcast_dims else size for axis, size in enumerate(shape)]
     return jax.random.bernoulli(key, jnp.asarray(1 - rate, jnp.float32), sizes)
 
 
 def _scale(rate):
-    # The scale for a rate of 1 is 0, because 1 / (1 - rate) would divide by 0.
+    # For a rate of 1, 1 / (1 - rate) would divide by 0.
     if isinstance(rate, float):
         return 1 / (1 - rate) if rate < 1 else 0.0
     kept = 1 - lax.stop_gradient(rate)
@@ -71,14 +71,13 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      key: a key of `jax.random`. The forward and the backward drop the same elements for the same key.
+      key: a key of `jax.random`. Forward and backward drop the same elements for the same key.
       rate: the probability that an element is dropped: a number in [0, 1], or an array of shape (), whose gradient is
         0.
       broadcast_dims: axes along which all elements are dropped or kept together.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
     """
@@ -94,7 +93,7 @@ def dropout_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. dx equals `dropout(dy, key, rate,
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout(dy, key, rate,
     broadcast_dims)`."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
     # The forward is linear in x, so `vjp` gets dy in place of x.

@@ -1,7 +1,7 @@
 """Element-wise functions of one array.
 
-Every function takes `x` of any shape and floating dtype and returns an array of x's shape and dtype. Invalid arguments
-raise a TypeError or a ValueError.
+Every function takes floating x of any shape, and returns x's shape and dtype. Invalid arguments raise a TypeError or a
+ValueError.
 """
 
 import math
@@ -19,11 +19,11 @@ _LOG = Elementwise("log", jnp.log, lambda dy, x: dy / x)
 _SQRT = Elementwise(
     "sqrt",
     jnp.sqrt,
-    # The formula avoids `rsqrt`. For small x, its derivative overflows, and a dy of 0 times infinity would be NaN.
+    # For small x, the derivative of `rsqrt` overflows, and a dy of 0 times infinity would be NaN.
     lambda dy, x: dy / jnp.sqrt(x) * 0.5,
     in_kernels=lambda dy, x: dy * 0.5 * lax.rsqrt(x),
 )
-# In newer versions of JAX, `jnp.abs` has the slope 1 at 0. Here, the slope at 0 is 0.
+# In newer versions of JAX, `jnp.abs` has the slope 1 at 0, not 0.
 _ABS = Elementwise("abs", lambda x: x * jnp.sign(x), lambda dy, x: dy * jnp.sign(x))
 _SIN = Elementwise("sin", jnp.sin, lambda dy, x: dy * jnp.cos(x))
 _COS = Elementwise("cos", jnp.cos, lambda dy, x: -dy * jnp.sin(x))
@@ -98,10 +98,8 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`. The argument `min` is lower, and `max` is upper.
-
-    Each bound is a number, or None for no bound. NaN stays NaN. A lower bound above upper raises a ValueError.
-    """
+    """Clip to bounds, `y = min(max(arr, lower), upper)`. The argument `min` is lower, and `max` is upper; None for no
+    bound. NaN stays NaN. A lower bound above upper raises a ValueError."""
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
 

@@ -1,7 +1,5 @@
-"""Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and GEGLU.
-
-The forward saves only its arguments.
-"""
+"""Gated linear unit: an activation of one array multiplies another array, as in the hidden layer of SwiGLU and
+GEGLU."""
 
 import functools
 import math
@@ -38,8 +36,8 @@ _ACTIVATIONS = {
 }
 """Maps each activation f to the functions `f(x)` and `dy f'(x)`."""
 
-# Mosaic GPU, which compiles the kernels, has no `erfc`, which `jax.nn.gelu` calls. In JAX 0.10, Mosaic GPU does not
-# support the `custom_jvp` of `jax.nn.relu`.
+# Mosaic GPU, which compiles the kernels, has no `erfc`, which `jax.nn.gelu` calls. In JAX 0.10, it does not support the
+# `custom_jvp` of `jax.nn.relu`.
 _IN_KERNELS = _ACTIVATIONS | {
     "gelu_exact": (
         _saturating(lambda x: 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))),

@@ -45,15 +45,13 @@ def _mean_loss(name, loss, slope):
 
 
 def _x_log_y(x, y):
-    """Return `x ln y`, but 0 where x and y are 0. There, the derivative is -inf with respect to x, and 0 with respect
-    to y."""
+    """Return `x ln y`, but 0 where x = y = 0, with derivatives -inf (x) and 0 (y)."""
     at_zero = (x == 0) & (y == 0)
     return _x_times_log(x, jnp.log(jnp.where(at_zero, 1.0, y)), at_zero)
 
 
 def _x_times_log(x, log, at_zero):
-    """Return `x * log`, but 0 where `at_zero` (x is 0 and log is -inf). There, the derivative with respect to x is
-    -inf."""
+    """Return `x * log`, but 0 where `at_zero`, with derivative -inf with respect to x."""
     gap = jnp.where(at_zero, x - lax.stop_gradient(x), 1.0)
     return x * jnp.where(at_zero, 0.0, log) - jnp.where(at_zero, jnp.sqrt(gap), 0.0)
 
@@ -64,7 +62,7 @@ def _huber(predictions, targets, delta):
 
 
 def _huber_gradients(dy, predictions, targets, delta):
-    # For a minimum of a maximum, autodiff would give the slope 1/2 instead of 1 where |error| = delta.
+    # For a minimum of a maximum, autodiff would give the slope 1/2 where |error| = delta.
     error = predictions - targets
     dpredictions = dy * jnp.where(error > delta, delta, jnp.where(error < -delta, -delta, error))
     return dpredictions, -dpredictions
@@ -85,7 +83,7 @@ def _binary_cross_entropy_gradients(dy, probabilities, labels):
 
 
 def _log(x):
-    """Return `ln x`, with the derivative 0 at x = 0, because infinity times a cotangent of 0 would be NaN."""
+    """Return `ln x`, with derivative 0 at x = 0, because infinity times 0 would be NaN."""
     at_zero = x == 0
     return jnp.where(at_zero, -jnp.inf, jnp.log(jnp.where(at_zero, 1.0, x)))
 
@@ -119,7 +117,7 @@ _BINARY_CROSS_ENTROPY = Elementwise(
     "binary_cross_entropy",
     lambda probabilities, labels: -_x_log_y(labels, probabilities) - _x_log_y(1 - labels, 1 - probabilities),
     _binary_cross_entropy_gradients,
-    # On a GPU, autodiff reuses the logarithms of the forward. Without the forward, autodiff is as fast as the formula.
+    # On a GPU, autodiff reuses the logarithms of the forward.
     default=AUTODIFF_ON_GPU,
 )
 _SIGMOID_BINARY_CROSS_ENTROPY = Elementwise(
@@ -221,8 +219,8 @@ def mean_absolute_error_backward(
 def huber(
     predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
-    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
-    `e = predictions - targets`. delta is a number of at least 0, or a differentiable array of shape ().
+    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where `e = predictions -
+    targets`. delta is at least 0, and may be a differentiable array of shape ().
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
@@ -249,8 +247,8 @@ def binary_cross_entropy(
 ) -> Floats:
     """Cross-entropy of probabilities, `loss = -y ln p - (1 - y) ln(1 - p)`, element by element.
 
-    The probabilities p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. Where p and y are
-    both 0 or both 1, the loss is 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
+    The probabilities p and the labels y are in [0, 1]. p is not clamped, so a loss may be infinite. Where p = y = 0 or
+    p = y = 1, the loss is 0. For logits, `sigmoid_binary_cross_entropy` is more accurate.
     """
     return _loss(_BINARY_CROSS_ENTROPY, implementation, probabilities=probabilities, labels=labels)
 
@@ -295,11 +293,8 @@ def sigmoid_binary_cross_entropy_backward(
     pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
-    `dlabels = dy (ln σ(-x) - w ln σ(x))`.
-
-    For w = 1, these are `dlogits = dy (σ(x) - y)` and `dlabels = -dy x`. w gets no gradient.
-    """
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`, `dlabels = dy (ln σ(-x) -
+    w ln σ(x))`. w gets no gradient."""
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
     vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp
@@ -343,6 +338,6 @@ def kl_divergence_backward(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, where p are the targets,
-    and q are the logarithms of the predictions. Where p_k is 0, dp_k is infinite."""
+    """Gradients of `kl_divergence`: `dq_k = -dy p_k`, `dp_k = dy (ln p_k - q_k + 1)`, with p and q as in
+    `kl_divergence`. Where p_k is 0, dp_k is infinite."""
     return _loss_backward(_KL_DIVERGENCE.vjp, implementation, dy, log_predictions=log_predictions, targets=targets)

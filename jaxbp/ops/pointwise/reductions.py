@@ -1,9 +1,8 @@
 """Reductions over any axes.
 
-Every function takes `a`, of any shape and floating dtype, and returns a's dtype. Half precisions are summed in float32.
-`axis` is one int, several ints, or None for all axes. `where` is None, or a boolean array that broadcasts to a and is
-True for the included elements. Excluded elements have the gradient 0, even if they are NaN. Invalid arguments raise a
-TypeError or a ValueError.
+Every function takes floating `a` of any shape, and returns a's dtype. Half precisions are summed in float32. `axis` is
+one int, several ints, or None for all axes. The boolean array `where` broadcasts to a. Elements where it is False are
+excluded, and have the gradient 0, even if they are NaN. Invalid arguments raise a TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
@@ -230,8 +229,7 @@ def logsumexp_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`. y is computed again from a, because the forward's y is rounded
-    to a's dtype."""
+    """Gradient of `logsumexp`: `daᵢ = dy exp(aᵢ - y)`, with y recomputed from a, because the forward's y is rounded."""
     return _backward(LOGSUMEXP.vjp, implementation, dy, a, axis, keepdims, where)
 
 

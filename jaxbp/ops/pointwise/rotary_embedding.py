@@ -1,6 +1,6 @@
 """Rotary embedding: pairs of features are rotated by angles that grow with the position of a token.
 
-A rotation is linear, and its transpose is the rotation by the opposite angle, so the forward saves only the positions.
+The transpose of a rotation is the rotation by the opposite angle, so the forward saves only the positions.
 """
 
 from collections.abc import Sequence
@@ -103,19 +103,18 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape
-        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape `(batch, length,
+        heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: at least 1.
       frequencies: one number per pair, in radians per position. If given, `base` is not used.
-      interleaved: if False, pair i consists of features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i
-        consists of features 2 i and 2 i + 1, as in the original paper and in GPT-J.
+      interleaved: if False, pair i is features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i is
+        features 2 i and 2 i + 1, as in the original paper and in GPT-J.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. In float32, positions above 2^24 are rounded.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
 
     Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
     """
