@@ -73,9 +73,6 @@ def _convolve(x, w, *, dimension_numbers, **options):
     return lax.platform_dependent(x, w, cpu=channels_last, default=as_it_lies)
 
 
-# ------------------------------------------------------------------------------------------- gradient w.r.t. the input
-
-
 def input_gradient_autodiff(dy, w, *, input_size, groups, **options):
     shape = (dy.shape[0], w.shape[1] * groups, *input_size)
     return transpose(lambda x: forward(x, w, None, groups=groups, **options), shape, dy)
@@ -105,9 +102,6 @@ def input_gradient_formula(dy, w, *, input_size, stride, padding, dilation, grou
     return convolve(dy, w) if w.shape[1] > 1 else lax.platform_dependent(dy, w, cpu=sum_columns, default=convolve)
 
 
-# ----------------------------------------------------------------------------------------- gradient w.r.t. the weights
-
-
 def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
     shape = (dy.shape[1], x.shape[1] // groups, *filter_size)
     return transpose(lambda w: forward(x, w, None, groups=groups, **options), shape, dy)
@@ -129,9 +123,6 @@ def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, g
 
 def parameter_gradients_formula(dy, x, **options):
     return weights_gradient_formula(dy, x, **options), bias_gradient_formula(dy)
-
-
-# -------------------------------------------------------------------------------------------- gradient w.r.t. the bias
 
 
 def bias_gradient_autodiff(dy):

@@ -19,8 +19,6 @@ from jaxbp.sharding import batched
 from pallas_kernels.conv import depthwise_conv1d as kernels
 from pallas_kernels.core.layouts import LANES
 
-# ------------------------------------------------------------------------------------------------------------ formulas
-
 
 def _forward(x, w, b, *, width_axis, padding):
     y = _sum_of_shifts(upcast(x), upcast(w), width_axis, padding)
@@ -54,9 +52,6 @@ def _along_channels(a, width_axis):
     return lax.expand_dims(a, (0, width_axis))
 
 
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
 def _forward_kernel(x, w, b, *, width_axis, padding):
     if x.size == 0:
         return _forward(x, w, b, width_axis=width_axis, padding=padding)
@@ -86,9 +81,6 @@ def _restored(y, width_axis, w):
 
 def _filled(a):
     return a if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)])
-
-
-# ------------------------------------------------------------------------------------------------------------- pairing
 
 
 def _unsupported(x, w, b, **options):

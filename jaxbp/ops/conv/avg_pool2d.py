@@ -104,8 +104,8 @@ def avg_pool2d(
     implementation: Implementation = None,
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels out_height out_width"]:
-    """Average-pooling, `y[n, c, i, j] = 1/m Σ over u, v of x[n, c, i s + u d - p, j s + v d - p]`, where s is the
-    stride, d the dilation, p the padding before the first element, and m the number of positions that count.
+    """Average-pooling, `y[n, c, i, j] = 1/m Σ over u, v of x[n, c, i s + u d - p, j s + v d - p]`, with s, d, and p as
+    in `max_pool2d`, and m the number of positions that count.
 
     Args:
       count_include_pad: whether positions in the padding count. Positions that `ceil_mode` adds never count.
@@ -166,7 +166,7 @@ def global_avg_pool2d(
 
     `channel_axis` and the errors are as in `max_pool2d`.
 
-    Source: M. Lin, Q. Chen and S. Yan, "Network in network", ICLR 2014.
+    Source: M. Lin et al., "Network in network", ICLR 2014.
     """
     op = "global_avg_pool2d"
     (x,) = checks.floating(op, x=x)

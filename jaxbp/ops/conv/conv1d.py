@@ -33,7 +33,7 @@ def conv1d(
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_width"]:
     """Convolution over one axis, without flipping the filter: `y[n, k, t] = b[k] + Σ_{c, u} x[n, c, t s + u d - p] w[k,
-    c, u]`, where s is the stride, d the dilation, and p the padding before the first element.
+    c, u]`, with s, d, and p as in `conv2d`.
 
     If `groups` equals the numbers of input and output channels, the convolution is depthwise. With stride 1 and
     dilation 1, it then sums in float32 or wider, whatever `precision` is. Its kernel needs the channels on the last
@@ -42,8 +42,8 @@ def conv1d(
     Args:
       padding: zeros around the sequence: one int; a sequence of one int or one pair (before, after); "SAME",
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
-      dimension_numbers: the layouts of x, w, and y, as in `conv2d`, for example ("NWC", "WIO", "NWC"). None means
-        ("NCW", "OIW", "NCW").
+      dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"). None means ("NCW", "OIW",
+        "NCW").
       implementation: "pallas" supports no dilation. It supports groups only in depthwise convolutions with stride 1 and
         a filter_width of at most 8.
       Other arguments and errors: as in `conv2d`.

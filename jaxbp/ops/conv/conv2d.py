@@ -24,9 +24,6 @@ def _forward_kernel(x, w, b, **options):
     return kernels.forward_product(x, w, b, size, **options) if pays else formulas.forward(x, w, b, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------- pairing
-
-
 def _unsupported(*arrays, dilation=(1, 1), groups=1, **options):
     if dilation != (1, 1):
         return f"dilation={dilation}"
@@ -120,9 +117,6 @@ CONV2D = Pair(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- public
-
-
 def conv2d(
     x: Float[AnyArray, "batch in_channels height width"],
     w: Float[AnyArray, "out_channels in_channels/groups filter_height filter_width"],
@@ -147,8 +141,8 @@ def conv2d(
       groups: the number of groups of channels. An output channel reads only the input channels of its group.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
-      precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
-        A NaN or infinity in a small image may then spread over the whole result for this image.
+      precision: as in `jax.lax.dot`. By default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity
+        in a small image may then spread over the whole result for this image.
       implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
 
     Returns:

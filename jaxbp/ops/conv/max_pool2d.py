@@ -50,7 +50,7 @@ def max_and_indices(x, *, windows):
 
 def _first_inside(windows):
     """Return the index of each window's first position that is not in the padding, `(P, Q)`."""
-    # A window of only -inf selects this position. If a dilated window reads only padding, the index is in the padding.
+    # A window of only -inf selects this position.
     first = [
         np.clip(-(-(before - np.arange(n) * s) // d), 0, f - 1)
         for n, f, s, d, (before, _) in zip(
@@ -169,8 +169,7 @@ def max_pool2d(
     Args:
       window: height and width of the windows, an int or a pair.
       stride, dilation: an int or a pair. A stride of None means the size of the window.
-      padding: the number of -inf around the image: an int; for rows and for columns an int or a pair (before, after);
-        or "SAME", "SAME_LOWER", or "VALID", as in `jax.lax.reduce_window`. It must be less than `d (window - 1) + 1`,
+      padding: the number of -inf around the image, in the forms of `conv2d`. It must be less than `d (window - 1) + 1`,
         the extent of a dilated window.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
@@ -182,7 +181,8 @@ def max_pool2d(
       rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. A window's gradient goes to the
         first
       NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if the
-        window has a NaN.
+        window
+      has a NaN.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -225,7 +225,7 @@ def max_pool2d_backward(
     `indices` are as returned by `max_pool2d_with_indices`. Where an index is outside of its window, dy is ignored.
     `input_size` is the height and width of x. Other arguments and errors are as in `max_pool2d`.
 
-    Source: M. Zeiler, G. Taylor and R. Fergus, "Adaptive deconvolutional networks", ICCV 2011 (switches).
+    Source: M. Zeiler et al., "Adaptive deconvolutional networks", ICCV 2011 (switches).
     """
     op = "max_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)

@@ -161,14 +161,9 @@ def embedding_backward(
 ) -> Float[Array, "num_embeddings features"]:
     """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
-    Args:
-      table: only its shape and dtype are used.
-      implementation: "xla" and "pallas" sum in float32 or wider, in a fixed order. "autodiff" sums in dy's dtype, and
-        on a GPU with atomics, so that the order varies.
-      Other arguments and errors: as in `embedding`.
-
-    Returns:
-      dtable, in the dtype of the table. Rows that no index selects are 0.
+    Only the shape and dtype of the table are used. dtable has this dtype. `implementation="xla"` and "pallas" sum in
+    float32 or wider, in a fixed order. "autodiff" sums in dy's dtype, and on a GPU with atomics, so that the order
+    varies. Other arguments and errors are as in `embedding`.
     """
     op = "embedding_backward"
     indices, given = _check(op, indices, table)

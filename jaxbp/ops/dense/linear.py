@@ -94,7 +94,7 @@ def linear_backward(
     Return (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32,
     except that `implementation="autodiff"` sums db in half precision. Arguments and errors are as in `linear`.
 
-    Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
+    Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """
     arguments = x, w, w  # b has the dtype of w
     dy, x, w = checks.floating("linear_backward", dy=dy, x=x, w=w)

@@ -24,8 +24,6 @@ from pallas_kernels.core.launch import batch_first, batch_last
 from pallas_kernels.dense import linear as kernels
 from pallas_kernels.pointwise.reductions import sum_over
 
-# ------------------------------------------------------------------------------------------------------ matrix products
-
 
 def _product(a, b, *, precision):
     """Multiply in float32 or wider, because the caller may sum the product over batch axes."""
@@ -98,9 +96,6 @@ _MATMUL = fused_pair(
 _DOT = fused_pair(_in_float32(jnp.dot), per_implementation(_dot_gradients), linear_in=[(0,), (1,)], name="dot")
 
 
-# ------------------------------------------------------------------------------------------------- outer and transpose
-
-
 def _outer_gradients(dy, a, b):
     dy, wide_a, wide_b = map(upcast, (dy, a.ravel(), b.ravel()))
     da, db = jnp.sum(dy * wide_b[None], axis=1), jnp.sum(dy * wide_a[:, None], axis=0)
@@ -126,9 +121,6 @@ _OUTER = fused_pair(
 )
 # No kernel was faster than XLA's transpose.
 _TRANSPOSE = fused_pair(_transpose, {"xla": _transpose_back, "pallas": _transpose_back}, linear=True, name="transpose")
-
-
-# ----------------------------------------------------------------------------------------------------------- the public
 
 
 def matmul(

@@ -100,9 +100,6 @@ def _products(dlogits, x, w, b, precision, dtype):
     return dx, dw, None if b is None else jnp.sum(dlogits, axis=0, dtype=wide(b.dtype)).astype(dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------- the chunks
-
-
 def _rows_of(x, labels, where):
     """Return x as rows, their labels, and `kept`. Rows that are not kept become 0, with label 0."""
     rows = math.prod(x.shape[:-1])
@@ -165,9 +162,6 @@ def _chunked_rows(x, w, labels, b, kept, dy, *, kernel, label_smoothing, z_loss,
     sums, (loss, dx) = _over_chunks(step, unify_varying_axes((w, zeros))[1], size, x, labels, kept, dy)
     dw, db = (None if a is None else a[:classes].astype(w.dtype) for a in sums)
     return loss, (dx, dw, db)
-
-
-# ------------------------------------------------------------------------------------------------------------- the pair
 
 
 def _reduced(loss, kept, shape, reduction, dtype):
@@ -259,9 +253,6 @@ _LINEAR_SOFTMAX_CROSS_ENTROPY_BACKWARD = _public_op(
 )
 
 
-# ------------------------------------------------------------------------------------------------- the public functions
-
-
 def linear_softmax_cross_entropy(
     x: Float[AnyArray, "*batch features"],
     w: Float[AnyArray, "classes features"],
@@ -288,8 +279,7 @@ def linear_softmax_cross_entropy(
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
       reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0.
       precision: as in `jax.lax.dot`.
-      implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla". For many classes, None needs
-        much less memory than "autodiff", in about the same time.
+      implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
@@ -330,12 +320,8 @@ def linear_softmax_cross_entropy_backward(
     z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by `1
     - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
 
-    Args:
-      dy: one number, or one per row if `reduction` is None.
-      Other arguments and errors: as in `linear_softmax_cross_entropy`.
-
-    Returns:
-      (dx, dw, db), in the dtypes of x, w, and b. If b is None, db is the gradient at b = 0, in w's dtype.
+    dy is one number, or one per row if `reduction` is None. Return (dx, dw, db), in the dtypes of x, w, and b. If b is
+    None, db is the gradient at b = 0, in w's dtype. Arguments and errors are as in `linear_softmax_cross_entropy`.
     """
     op = "linear_softmax_cross_entropy_backward"
     arguments = x, w, w if b is None else b

@@ -28,8 +28,6 @@ from pallas_kernels.dense import mlp_softmax_cross_entropy_sm90 as kernels
 from pallas_kernels.dense import mlp_weighed_gradients_sm90
 from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
-# --------------------------------------------------------------------------------------------------------- the formula
-
 
 class Rows(NamedTuple):
     """Residuals that the formula saves. `hidden` has the outputs of each hidden layer, one row per example."""
@@ -309,7 +307,7 @@ def mlp_softmax_cross_entropy_backward(
     Return (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers. Arguments and errors are as in
     `mlp_softmax_cross_entropy`.
 
-    Source: D. Rumelhart, G. Hinton and R. Williams, "Learning representations by back-propagating errors", 1986.
+    Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """
     op = "mlp_softmax_cross_entropy_backward"
     arguments = x, *layers

@@ -138,9 +138,6 @@ def _gradients(dy, logits, labels, where, *, label_smoothing, z_loss, of_logits=
     return dlogits, ((label_smoothing - 1) * dy * log_probabilities).astype(labels.dtype), None
 
 
-# --------------------------------------------------------------------------------------------------------- the kernels
-
-
 def _losses_and_statistics(logits, labels):
     largest, total = largest_and_total(logits, -1)
     return losses(logits, labels), largest[..., 0], total[..., 0]
@@ -219,12 +216,11 @@ def softmax_cross_entropy(
 
     Args:
       labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
-        Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf adds nothing to the loss,
-        and has the gradient 0.
-      axis: the axes of the classes; None for all. With several axes, an integer label is a row-major index over these
-        axes, in the order of `axis`.
-      where: one boolean per example, or one per class and example. An excluded example has loss and gradient 0, even if
-        its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
+        Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf has loss and gradient 0.
+      axis: the axes of the classes; None for all. An integer label is a row-major index over these axes, in the order
+        of `axis`.
+      where: one boolean per example, or per class and example. An excluded example has loss and gradient 0, even if its
+        logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: in [0, 1]. y becomes `(1 - label_smoothing) y + label_smoothing / classes`, where `classes`
         counts the included classes.
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.
@@ -237,8 +233,8 @@ def softmax_cross_entropy(
       TypeError, ValueError: an argument is invalid.
 
     Sources: J. Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990; C. Szegedy
-    et al., "Rethinking the Inception architecture for computer vision", CVPR 2016 (label smoothing); A. Chowdhery et
-    al., "PaLM: scaling language modeling with pathways", JMLR 2023 (z-loss).
+    et al., "Rethinking the Inception architecture", CVPR 2016 (label smoothing); A. Chowdhery et al., "PaLM", JMLR 2023
+    (z-loss).
     """
     _, *arrays = _check("softmax_cross_entropy", axis, logits=logits, labels=labels, where=where)
     options = _options("softmax_cross_entropy", label_smoothing, z_loss)

@@ -99,9 +99,6 @@ _STEP, _STEP_BACKWARD, _ROLLOUT, _ROLLOUT_BACKWARD = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ the public functions
-
-
 def automaton_step(
     logits: Logits,
     automaton: Automaton,

@@ -46,8 +46,6 @@ from pallas_kernels.logic import forward as forward_kernel
 from pallas_kernels.logic.graph import Graph
 from pallas_kernels.logic.mixture import mixture, mixture_gradient
 
-# ------------------------------------------------------------------------------------- the formulas on coefficients
-
 
 def _forward(coefficients, wires, x, *, groups=None):
     return _grouped(_mixed(coefficients, _inputs_of_gates(wires, upcast(_features_first(x))), x), groups)
@@ -121,9 +119,6 @@ def _as_rows(x):
     return barriers.optimization_barrier(x.ravel()).reshape(x.shape)
 
 
-# -------------------------------------------------------------------------------------------------------- the kernels
-
-
 def _forward_kernel(coefficients, wires, x, *, groups=None):
     y = forward_kernel.forward(coefficients, _graph(wires), _examples_last(x))
     return _grouped(batch_first(y, math.prod(x.shape[:-1])).reshape(*x.shape[:-1], wires.gates), groups)
@@ -175,8 +170,6 @@ def _where_it_pays(kernel, formula):
 _SOFTMAX_KERNEL = _where_it_pays(mixture, gates.softmax)
 _SOFTMAX_BACKWARD_KERNEL = _where_it_pays(mixture_gradient, gates.softmax_backward)
 
-
-# ---------------------------------------------------------------------------------------------------------- the pairs
 
 _GATES_BACKWARD = Op(
     "gates_backward",
@@ -248,9 +241,6 @@ _GATE_LAYER = _public_op("gate_layer", {"autodiff": _definition, **per_implement
 _GATE_LAYER_BACKWARD = _public_op(
     "gate_layer_backward", {"autodiff": _definition_backward, **per_implementation(_layer_backward)}
 )
-
-
-# ------------------------------------------------------------------------------------------------ the public functions
 
 
 def gate_layer(

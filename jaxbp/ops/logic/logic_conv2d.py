@@ -38,8 +38,6 @@ from jaxbp.sharding import batched
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 from pallas_kernels.logic import tree_windows, trees, trees_input_gradient
 
-# ------------------------------------------------------------------------------------- the formulas on coefficients
-
 
 def _forward(coefficients, wires, x, *, stride, padding, pool):
     padded = jnp.moveaxis(upcast(_padded(x, padding)), 0, -1)
@@ -64,9 +62,6 @@ def _cropped(dx, x, padding):
 
 def _examples_first(arrays):
     return jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), arrays)
-
-
-# -------------------------------------------------------------------------------------------------------- the kernels
 
 
 def _forward_kernel(coefficients, wires, x, *, stride, padding, pool):
@@ -94,9 +89,6 @@ def _gradients_on_gpu(dy, indices, coefficients, wires, x, *, stride, padding, p
 
 def _padded_last(x, padding):
     return jnp.pad(batch_last(x), ((0, 0), *padding, (0, 0)))
-
-
-# ---------------------------------------------------------------------------------------------------------- the pairs
 
 
 def _save(forward, coefficients, wires, x, **options):
@@ -185,9 +177,6 @@ _LOGIC_CONV2D = _public_op("logic_conv2d", {"autodiff": _definition, **per_imple
 _LOGIC_CONV2D_BACKWARD = _public_op(
     "logic_conv2d_backward", {"autodiff": _definition_backward, **per_implementation(_convolution_backward)}
 )
-
-
-# ------------------------------------------------------------------------------------------------ the public functions
 
 
 def logic_conv2d(

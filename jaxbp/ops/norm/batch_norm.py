@@ -136,8 +136,8 @@ def batch_norm(
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
       are the batch's, in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared
-      deviations. With `running`, mean and var are the new running averages,
-      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, and have no gradient.
+      deviations. With `running`, they are the new running averages, `momentum * running + (1 - momentum) * (mean and
+      variance of the batch)`, without gradient.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -187,8 +187,7 @@ def batch_norm_backward(
 
     with sums over the batch and the spatial axes.
 
-    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-    Arguments and errors are as in `batch_norm`.
+    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `batch_norm`.
     """
     op = "batch_norm_backward"
     arguments = (x, x, x) if scale is None else (x, scale, scale)

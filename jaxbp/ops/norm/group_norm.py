@@ -128,8 +128,7 @@ def group_norm_backward(
 
     with means over each group of an example, and sums over the examples and the spatial axes.
 
-    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-    Arguments and errors are as in `group_norm`.
+    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `group_norm`.
     """
     (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)
     dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)

@@ -208,7 +208,7 @@ def layer_norm(
     Raises:
       TypeError, ValueError: an argument is invalid.
 
-    Source: J. Ba, J. Kiros and G. Hinton, "Layer normalization", 2016.
+    Source: J. Ba et al., "Layer normalization", 2016.
     """
     shape, (x, scale, bias) = _check("layer_norm", axis, eps, x, scale, bias)
     return _LAYER_NORM(x, scale, bias, eps=eps, center=True, implementation=implementation).reshape(shape)

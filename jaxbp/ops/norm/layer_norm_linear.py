@@ -30,8 +30,6 @@ from pallas_kernels.norm import layer_norm_linear_sm90, layer_norm_streamed
 _MIN_ROWS_AN_OUTPUT = 8
 """From this number of rows per output on, keeping x̂ is faster (docs/lab/2026-11-25-norm.md)."""
 
-# --------------------------------------------------------------------------------------------------------- the forward
-
 
 def _forward(x, scale, bias, w, b, *, eps, precision):
     return _results(x, scale, bias, w, b, eps=eps, precision=precision)[0]
@@ -119,9 +117,6 @@ def _residuals(x, scale, bias, w, b, **options):
     return x, scale, bias, w, b, None, None, None
 
 
-# -------------------------------------------------------------------------------------------------------- the backward
-
-
 def _backward(gradients, parameters, dy, x, scale, bias, w, b, offset, inv_std, *, eps, precision):
     dn = jnp.matmul(dy, w, precision=precision)
     dx, dscale, dbias, y = gradients(dn, x, scale, bias, offset, inv_std, eps=eps, center=True, with_y=True)
@@ -133,7 +128,7 @@ def _backward_formula(dy, x, scale, bias, w, b, offset, inv_std, normalised, *, 
     if normalised is None:
         gradients = functools.partial(_backward, layer_norm.gradients, _parameters)
         return gradients(dy, x, scale, bias, w, b, offset, inv_std, eps=eps, precision=precision)
-    # x̂ is given only if JAX differentiates the "pallas" backward.
+    # The "xla" forward keeps x. Only derivatives of the "pallas" backward get x̂.
     t = jnp.matmul(dy, _scaled_weights(w, scale), precision=precision)
     dx = layer_norm.input_gradient(t, normalised, inv_std)
     s, db = _sums(rows(dy), rows(normalised))
@@ -201,9 +196,6 @@ def _parameters_of_sums(s, db, scale, bias, w):
     wide = upcast(w)
     dw = s * upcast(scale) + db[:, None] * upcast(bias)
     return dw.astype(w.dtype), jnp.sum(wide * s, axis=0), jnp.sum(wide * db[:, None], axis=0)
-
-
-# ---------------------------------------------------------------------------------------------------------- the choice
 
 
 def _default(x, scale, bias, w, b, *, eps, precision):

@@ -75,9 +75,6 @@ SUM = fused_pair(_reduced(jnp.sum), _spread(lambda count: 1.0), linear=True, nam
 MEAN = fused_pair(_reduced(jnp.mean), _spread(_share), linear=True, name="mean")
 
 
-# ------------------------------------------------------------------------------------------- variance, and log-sum-exp
-
-
 def _var(a, where, *, axis, keepdims, shape, ddof):
     var = functools.partial(jnp.var, axis=axis, keepdims=keepdims, ddof=ddof, where=where)
     return var(upcast(select(where, a, 0))).astype(a.dtype)
@@ -142,9 +139,6 @@ LOGSUMEXP = fused_pair(
     name="logsumexp",
     default=AUTODIFF_ON_CPU,
 )
-
-
-# ---------------------------------------------------------------------------------------------------- maximum, minimum
 
 
 def _places(shape, axis):

@@ -192,7 +192,7 @@ def tanh_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 def leaky_relu(x: AnyFloats, negative_slope: Number = 0.01, *, implementation: Implementation = None) -> Floats:
     """Leaky ReLU, `y = x where x > 0, else negative_slope x`. The slope may be a differentiable array of shape ().
 
-    Source: A. Maas, A. Hannun and A. Ng, "Rectifier nonlinearities improve neural network acoustic models", 2013.
+    Source: A. Maas et al., "Rectifier nonlinearities improve neural network acoustic models", 2013.
     """
     return _LEAKY_RELU.of(implementation, {"x": x}, negative_slope)
 
@@ -236,7 +236,7 @@ def elu(x: AnyFloats, alpha: Number = 1.0, *, implementation: Implementation = N
     """Exponential linear unit, `y = x where x > 0, else alpha (eˣ - 1)`. alpha may be a differentiable array of shape
     ().
 
-    Source: D. Clevert, T. Unterthiner and S. Hochreiter, "Fast and accurate deep network learning by exponential linear
+    Source: D. Clevert et al., "Fast and accurate deep network learning by exponential linear
     units", ICLR 2016.
     """
     return _ELU.of(implementation, {"x": x}, alpha)
@@ -271,7 +271,7 @@ def gelu_backward(
 def silu(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Sigmoid linear unit, `y = x σ(x)`, also called swish. At x = -inf, y is 0.
 
-    Source: S. Elfwing, E. Uchibe and K. Doya, "Sigmoid-weighted linear units", arXiv:1702.03118.
+    Source: S. Elfwing et al., "Sigmoid-weighted linear units", arXiv:1702.03118.
     """
     return _SILU.of(implementation, {"x": x})
 

@@ -98,8 +98,7 @@ def rotary_embedding(
 ) -> Heads:
     """Rotary embedding (RoPE), `y1 = x1 cos θ - x2 sin θ, y2 = x2 cos θ + x1 sin θ` for each pair of features (x1, x2).
 
-    The angle of pair i at position p is `θ = p frequencies_i`, with `frequencies_i = base ** (-2 i / head_dim)` by
-    default.
+    Pair i at position p has `θ = p frequencies_i`, by default with `frequencies_i = base ** (-2 i / head_dim)`.
 
     Args:
       x: queries or keys, with an even number of features per head.
