@@ -54,8 +54,8 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy, `(N, K, I,
-    J)`, by the transposed matrix."""
+    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy,
+    `(N, K, I, J)`, by the transposed matrix."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)

@@ -130,9 +130,9 @@ def conv2d(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch out_channels out_height out_width"]:
-    """Convolution without flipping the filter: `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d -
-    p] w[k, c, u, v]`, where s is the stride, d the dilation, and p the padding before the first element. Elements
-    outside of x count as zero.
+    """Convolution without flipping the filter:
+    `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`, where s is the stride, d
+    the dilation, and p the padding before the first element. Elements outside of x count as zero.
 
     Args:
       stride, dilation: one int, or a pair for rows and columns.
@@ -141,8 +141,8 @@ def conv2d(
       groups: the number of groups of channels. An output channel reads only the input channels of its group.
       dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
         "NHWC"). None means ("NCHW", "OIHW", "NCHW").
-      precision: as in `jax.lax.dot`. By default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity
-        in a small image may then spread over the whole result for this image.
+      precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
+        A NaN or infinity in a small image may then spread over the whole result for this image.
       implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
 
     Returns:
@@ -209,8 +209,8 @@ def conv2d_backward_weights(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "out_channels in_channels/groups filter_height filter_width"]:
-    """Gradient of `conv2d` with respect to w: `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s +
-    v d - p]`.
+    """Gradient of `conv2d` with respect to w:
+    `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
     dw has the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32. `filter_size` is the
     height and width of w. Letters, other arguments, and errors are as in `conv2d`.

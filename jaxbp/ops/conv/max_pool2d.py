@@ -169,8 +169,8 @@ def max_pool2d(
     Args:
       window: height and width of the windows, an int or a pair.
       stride, dilation: an int or a pair. A stride of None means the size of the window.
-      padding: the number of -inf around the image, in the forms of `conv2d`. It must be less than `d (window - 1) + 1`,
-        the extent of a dilated window.
+      padding: the number of -inf around the image, given as in `conv2d`. It must be less than `d (window - 1) + 1`, the
+        extent of a dilated window.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
         input.
       channel_axis: 1 for NCHW, and -1 for NHWC.
@@ -179,10 +179,8 @@ def max_pool2d(
     Returns:
       y, in x's dtype and layout. Its height is `(height + padding before and after - d (window - 1) - 1) / s + 1`,
       rounded down, or up if `ceil_mode`. The maximum of a window with a NaN is NaN. A window's gradient goes to the
-        first
-      NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if the
-        window
-      has a NaN.
+      first NaN, or the first maximum in row-major order. With `implementation="autodiff"`, XLA chooses the position if
+      the window has a NaN.
 
     Raises:
       TypeError, ValueError: an argument is invalid.

@@ -139,9 +139,9 @@ def embedding(
 ) -> Float[Array, "*batch features"]:
     """Embedding, `y = table[indices]`, in the table's dtype.
 
-    As in `jax.numpy.take`, a negative index counts from the end, and an index outside `[-num_embeddings,
-    num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel supports float32,
-    bfloat16, and float16.
+    As in `jax.numpy.take`, a negative index counts from the end, and an index outside
+    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel
+    supports float32, bfloat16, and float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -161,7 +161,7 @@ def embedding_backward(
 ) -> Float[Array, "num_embeddings features"]:
     """Gradient of `embedding`: `dtable_k = Σ_i dy_i`, with the sum over every i for which index i selects row k.
 
-    Only the shape and dtype of the table are used. dtable has this dtype. `implementation="xla"` and "pallas" sum in
+    Only the table's shape and dtype are used. dtable has the same dtype. `implementation="xla"` and "pallas" sum in
     float32 or wider, in a fixed order. "autodiff" sums in dy's dtype, and on a GPU with atomics, so that the order
     varies. Other arguments and errors are as in `embedding`.
     """

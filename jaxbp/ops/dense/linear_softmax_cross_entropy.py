@@ -267,8 +267,8 @@ def linear_softmax_cross_entropy(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "..."]:
-    """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with `z = x
-    wᵀ + b`.
+    """Dense layer, softmax, and cross-entropy, `loss = logsumexp(z) - Σ_k y_k z_k + z_loss logsumexp(z)²` with
+    `z = x wᵀ + b`.
 
     y_k is the weight of class k (see label_smoothing). Only `implementation="autodiff"` stores all logits z.
 
@@ -283,10 +283,8 @@ def linear_softmax_cross_entropy(
 
     Returns:
       The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
-        kept
-      row has an invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is
-        rounded
-      again if the cotangent of the loss is not 1, and for "mean" in float16.
+      kept row has an invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is
+      rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -314,11 +312,11 @@ def linear_softmax_cross_entropy_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch features"], Float[Array, "classes features"], Float[Array, "classes"]]:
-    """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with `dz = dy (softmax(z) (1
-    + 2 z_loss logsumexp(z)) - y)`.
+    """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with
+    `dz = dy (softmax(z) (1 + 2 z_loss logsumexp(z)) - y)`.
 
-    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by `1
-    - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
+    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by
+    `1 - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
 
     dy is one number, or one per row if `reduction` is None. Return (dx, dw, db), in the dtypes of x, w, and b. If b is
     None, db is the gradient at b = 0, in w's dtype. Arguments and errors are as in `linear_softmax_cross_entropy`.

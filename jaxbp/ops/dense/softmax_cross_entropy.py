@@ -252,9 +252,9 @@ def softmax_cross_entropy_backward(
     z_loss: float = 0.0,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch classes"]:
-    """Gradient of `softmax_cross_entropy` with respect to the logits: `dlogits_k = dy (softmax(logits)_k Σ_j y_j -
-    y_k)`, where y are the weights after label smoothing. The z-loss adds `2 dy z_loss logsumexp(logits)
-    softmax(logits)_k`.
+    """Gradient of `softmax_cross_entropy` with respect to the logits:
+    `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
+    `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
     dlogits has the dtype of the logits. Arguments and errors are as in `softmax_cross_entropy`.
     """

@@ -120,8 +120,8 @@ def automaton_step(
     with derivative 1.
 
     Args:
-      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and `(gates,
-        parameters)` for update, possibly in a wider dtype than the state.
+      logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and
+        `(gates, parameters)` for update, possibly in a wider dtype than the state.
       state: values in [0, 1].
       key: required if `fire_rate` is below 1.
       fire_rate: the probability with which a cell updates. Otherwise, it keeps its state.

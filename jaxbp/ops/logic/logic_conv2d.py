@@ -194,8 +194,8 @@ def logic_conv2d(
 
     Leaf l of kernel k reads `x[n, c, i s + u - p, j s + v - p]` with `(c, u, v) = wires.leaves[k, l]`, where s is the
     stride and p the padding. The r-th gate of a level takes the values 2 r and 2 r + 1 of the previous level as its
-    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes `Σ_i softmax(logits[k, g])_i
-    op_i(a, b)`, as in `gate_layer`.
+    inputs a and b. Gates are numbered level by level, with the root last. Gate g computes
+    `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
 
     Args:
       stride: an int, or a pair for rows and columns.

@@ -136,8 +136,8 @@ def batch_norm(
     Returns:
       (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
       are the batch's, in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared
-      deviations. With `running`, they are the new running averages, `momentum * running + (1 - momentum) * (mean and
-      variance of the batch)`, without gradient.
+      deviations. With `running`, they are the new running averages,
+      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, without gradient.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -180,8 +180,8 @@ def batch_norm_backward(
     channel_axis: int = 1,
     implementation: Implementation = None,
 ) -> Results:
-    """Gradients of `batch_norm` for a loss that depends on y, not on mean and var. With `s = 1/√(var + epsilon)`, `x̂ =
-    s (x - mean)`, and n elements per channel,
+    """Gradients of `batch_norm` for a loss that depends on y, not on mean and var. With `s = 1/√(var + epsilon)`,
+    `x̂ = s (x - mean)`, and n elements per channel,
 
         dbias = Σ dy,  dscale = Σ dy x̂,  dx = scale s (dy - dbias/n - x̂ dscale/n),
 

@@ -219,8 +219,8 @@ def mean_absolute_error_backward(
 def huber(
     predictions: AnyFloats, targets: AnyFloats, delta: Number = 1.0, *, implementation: Implementation = None
 ) -> Floats:
-    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where `e = predictions -
-    targets`. delta is at least 0, and may be a differentiable array of shape ().
+    """Huber loss, `½ e² where |e| <= delta, else delta (|e| - ½ delta)`, element by element, where
+    `e = predictions - targets`. delta is at least 0, and may be a differentiable array of shape ().
 
     Source: P. Huber, "Robust estimation of a location parameter", 1964.
     """
@@ -293,8 +293,8 @@ def sigmoid_binary_cross_entropy_backward(
     pos_weight: float | Float[AnyArray, "*weights_shape"] | None = None,
     implementation: Implementation = None,
 ) -> Gradients:
-    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`, `dlabels = dy (ln σ(-x) -
-    w ln σ(x))`. w gets no gradient."""
+    """Gradients of `sigmoid_binary_cross_entropy`: `dlogits = dy ((1 - y) σ(x) - w y σ(-x))`,
+    `dlabels = dy (ln σ(-x) - w ln σ(x))`. w gets no gradient."""
     op = "sigmoid_binary_cross_entropy_backward"
     arrays = _with_pos_weight(op, pos_weight, dy=dy, logits=logits, labels=labels)
     vjp = (_SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 3 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY).vjp

@@ -102,8 +102,8 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape `(batch, length,
-        heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
+      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape
+        `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: at least 1.
       frequencies: one number per pair, in radians per position. If given, `base` is not used.
       interleaved: if False, pair i is features i and i + head_dim / 2, as in Llama and Gemma. If True, pair i is
