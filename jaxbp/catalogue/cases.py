@@ -51,12 +51,11 @@ def indices_of(*shape: int | str, below: int) -> Argument:
 
 
 MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
-"""Layout and sizes of sequences in the Mamba models with 130 million parameters (1536 channels) and 2.8 billion."""
+"""Layouts and sizes in the Mamba models with 130 million and 2.8 billion parameters."""
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return the case of a causal convolution with filters of four elements. `sizes` are in the order of `layout`,
-    without the batch."""
+    """Return the case of a causal convolution. `sizes` are in the order of `layout`, without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))
@@ -68,10 +67,8 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the entries of a function and of its public backward.
 
-    Args:
-      small, real: cases with `dy` and then all arguments of the function.
-      takes: selects the function's arguments that the backward takes after `dy`.
-      like: as in `Entry`, for both. The function's own name applies only to its backward.
+    A case's arguments are `dy` and then the function's arguments, of which `takes` selects the backward's. If `like` is
+    the function's name, it is only for the backward.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -100,8 +97,7 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of a function of x1 and x2, and of its backward. `of` maps "x1" and "x2" to keyword arguments
-    of `Argument`."""
+    """Return the entries of f(x1, x2). `of` maps "x1" and "x2" to keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -140,7 +136,6 @@ KEY = Argument((2,), below=2**31 - 1, dtype=jnp.uint32)
 
 
 def classifier_case(features: int, classes: int, *dy: tuple, bias: bool = True, **options: Any) -> Case:
-    """Return the case of `dy`, x, w, labels, and b, with logits about as large as x."""
     w, labels = Argument((classes, features), scale=features**-0.5), Argument((BATCH,), below=classes)
     return case_of(*dy, (BATCH, features), w, labels, *([(classes,)] if bias else []), **options)
 
@@ -168,7 +163,6 @@ TREES = TreeWiresArgument(2, 2, (2, 2), depth=2)
 
 
 def tree_case(channels: int, size: int, kernels: int, *dy: Argument | tuple, window: int = 3, **options: Any) -> Case:
-    """Return the case of one convolution in a published network of logic gates."""
     wires, x = TreeWiresArgument(channels, kernels, (window, window)), (BATCH, channels, size, size)
     case = case_of(*dy, (kernels, 7, 16), wires, x, padding=1 if window == 3 else 0, **options)
     return dataclasses.replace(case, batch=128)

@@ -1,4 +1,4 @@
-"""The table of ops, with small cases for checks and realistic cases for lowering and timing."""
+"""The table of ops, with small cases for checks and realistic cases for timing."""
 
 import functools
 

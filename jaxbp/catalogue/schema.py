@@ -28,7 +28,6 @@ class Argument:
       below: the exclusive upper bound of integers; None for floats.
       weights: whether the floats go through a softmax over the last axis.
       apart: whether the floats are evenly spaced, in random order.
-      dtype: the dtype of integers.
       positive: whether the floats are at least a half.
     """
 
@@ -118,7 +117,6 @@ class AutomatonArgument(FixedArgument):
         return self.channels * self.kernels * sum(self.perception) + sum(self.update)
 
     def logits(self, parameters: int = 16, offset: tuple[float, ...] = ()) -> list[list[Argument]]:
-        """Return two lists, with one `Argument` per perception layer, and one per update layer."""
         perception = [Argument((self.kernels, gates, parameters), offset=offset) for gates in self.perception]
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
@@ -157,11 +155,10 @@ class Entry:
     """A public function of jaxbp, with the cases for its checks and timings.
 
     Attributes:
-      function: takes the arguments and options of the cases, and `implementation=`.
       small: the case with small arrays, for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
       kernel_dtypes: the dtypes that the function's kernels take; empty if it has none.
-      like: the name of an entry that differs only in its formula. Only this entry is tested in full.
+      like: the name of an entry that differs only in its formula. Only that entry is tested in full.
       kink_convention: whether the gradient equals autodiff's where the function has no derivative.
     """
 

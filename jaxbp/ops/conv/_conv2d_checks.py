@@ -23,7 +23,6 @@ def check(op, x, w, b, layout=None, **options) -> tuple[Array, Array, dict]:
 
 
 def check_shapes(op, x, w, b, layout, *, stride, padding, precision, dilation=1, groups=1) -> tuple[tuple, tuple, dict]:
-    """Check the arguments, but return only the shapes of the x and w that `check` returns."""
     spatial = len(layout.lhs_spec) - 2
     w_shape = layouts.check_shape(op, "w", w, layout.rhs_spec, *FILTER_AXES[:2], *FILTER_AXES[-spatial:])
     x_shape = layouts.check_shape(op, "x", x, layout.lhs_spec, *IMAGE_AXES[:2], *IMAGE_AXES[-spatial:])

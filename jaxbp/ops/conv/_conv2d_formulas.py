@@ -1,4 +1,4 @@
-"""Formulas of convolutions and their gradients, for checked NCHW images and OIHW filters, with options per axis."""
+"""Formulas of convolutions and their gradients, for checked NCHW images and OIHW filters."""
 
 import functools
 import math
@@ -108,7 +108,7 @@ def weights_gradient_autodiff(dy, x, *, filter_size, groups, **options):
 
 
 def weights_gradient_formula(dy, x, *, filter_size, stride, padding, dilation, groups, precision):
-    # dw is the correlation of x with dy if the channel and batch axes are exchanged.
+    # dw correlates x with dy, with channel and batch axes exchanged.
     return _convolve(
         x,
         dy,

@@ -1,8 +1,4 @@
-"""Calls of the kernels of `conv2d` and its gradients.
-
-Where a product with the filter matrix (`_filter_matrix`) is faster, it computes y or dx. Other gradients transpose
-arrays so that the batch is the last axis.
-"""
+"""Kernels of `conv2d` and its gradients, or products with the filter matrix where they are faster."""
 
 import math
 

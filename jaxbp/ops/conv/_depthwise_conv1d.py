@@ -27,7 +27,6 @@ def _forward(x, w, b, *, width_axis, padding):
 
 def _gradients_formula(dy, x, w, b, *, width_axis, padding):
     (before, after), taps, wide_dy = padding, w.shape[0], upcast(dy)
-    # dx convolves dy with the reversed filters.
     dx = _sum_of_shifts(wide_dy, jnp.flip(upcast(w), 0), width_axis, (taps - 1 - before, taps - 1 - after))
     shifts = _shifts(upcast(x), taps, width_axis, padding)
     dw = jnp.stack([jnp.sum(wide_dy * shifted, axis=(0, width_axis)) for shifted in shifts])

@@ -15,8 +15,8 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Every call builds the matrix, so its size is bounded. The input's positions per filter position (tap) determine the
-share of zeros. Up to 2.6 million elements and 31 positions per tap, the product was faster than cuDNN."""
+"""Bounds the share of zeros: the input's positions per filter position (tap). Up to 2.6 million elements and 31
+positions per tap, the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:
@@ -36,10 +36,10 @@ def filter_matrix(
     before: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Array:
-    """Return the `matrix[(c, h, l), (k, i, j)]` that maps a flattened image x to y, in w's dtype.
+    """Return the `matrix[(c, h, l), (k, i, j)]` that maps a flattened image x to y.
 
-    An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same holds for l, j, and v, else
-    0. `before` is the padding before the first element.
+    An element is `w[k, c, u, v]` if `h = i * stride + u * dilation - before`, and the same for l, j, and v, else 0.
+    `before` is the padding before the first element.
     """
     K, C, *window = w.shape
     taps, exists = [], []
@@ -54,8 +54,7 @@ def filter_matrix(
 
 
 def times_matrix(images: Array, matrix: Array, *, transposed: bool = False, precision: PrecisionLike = None) -> Array:
-    """Multiply the flattened images, `(N, C, H, W)`, by a `filter_matrix`. If `transposed`, multiply dy,
-    `(N, K, I, J)`, by the transposed matrix."""
+    """Multiply images x by a `filter_matrix`, or if `transposed`, dy by the transposed matrix."""
     flat = images.reshape(images.shape[0], math.prod(images.shape[1:]))
     contracted = ((1,), (int(transposed),)), ((), ())
     y = lax.dot_general(flat, matrix, contracted, precision=precision, preferred_element_type=jnp.float32)

@@ -18,7 +18,6 @@ Layout = tuple[int, ...]
 
 
 def dimension_numbers(op: str, value: DimensionNumbers, spatial_axes: int = 2) -> lax.ConvDimensionNumbers:
-    """Return the layouts of x, w, and y. None means NCHW, OIHW, NCHW, or for one spatial axis, NCW, OIW, NCW."""
     shape = (1,) * (2 + spatial_axes)
     try:
         return lax.conv_dimension_numbers(shape, shape, value if value is None or _is_named(value) else tuple(value))
@@ -39,7 +38,6 @@ def of_images(op: str, *, channel_axis: int = 1, **options: Any) -> Layout:
 
 
 def arrange(op: str, name: str, a: Array, layout: Layout, *wanted: int | str) -> Array:
-    """Return `a` with its axes in the order of `layout`, after a check that this gives the shape `wanted`."""
     check_shape(op, name, a, layout, *wanted)
     return arranged(a, layout)
 

@@ -44,12 +44,12 @@ def conv1d(
         "SAME_LOWER", or "VALID"; or "CAUSAL", which adds `d (filter_width - 1)` zeros before the sequence.
       dimension_numbers: the layouts of x, w, and y, for example ("NWC", "WIO", "NWC"). None means ("NCW", "OIW",
         "NCW").
-      implementation: "pallas" supports no dilation. It supports groups only in depthwise convolutions with stride 1 and
-        a filter_width of at most 8.
+      implementation: "pallas" supports no dilation. It supports groups only if the convolution is depthwise with stride
+        1 and a filter_width up to 8.
       Other arguments and errors: as in `conv2d`.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments. Its width is
+      y, in the promoted dtype of the arguments. Its width is
       `(width + padding before and after - d (filter_width - 1) - 1) // s + 1`.
 
     Source: as in `conv2d`; A. van den Oord et al., "WaveNet", arXiv:1609.03499 (causal padding).
@@ -88,7 +88,7 @@ def conv1d_backward(
     `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h` (letters as in `conv1d`),
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
-    Return (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Arguments and errors are as in `conv1d`.
+    Return (dx, dw, db), in the dtypes of x, w, and w.
 
     Source: as in `conv2d`, chapter 4.
     """

@@ -37,7 +37,6 @@ _LIBRARY = DefaultImplementation(gpu="xla")
 
 
 def _defaults(w, input_size, output_size, precision):
-    """Return "pallas" where a product with the filter matrix is faster, else "xla", which is cuDNN."""
     return DefaultImplementation() if kernels.product_pays(w, input_size, output_size, precision) else _LIBRARY
 
 
@@ -137,21 +136,21 @@ def conv2d(
     Args:
       stride, dilation: one int, or a pair for rows and columns.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
-        "SAME_LOWER", or "VALID", as in `jax.lax.conv_general_dilated`.
+        "SAME_LOWER", or "VALID".
       groups: the number of groups of channels. An output channel reads only the input channels of its group.
-      dimension_numbers: the layouts of x, w, and y, as in `jax.lax.conv_general_dilated`, for example ("NHWC", "HWIO",
-        "NHWC"). None means ("NCHW", "OIHW", "NCHW").
-      precision: as in `jax.lax.conv_general_dilated`. By default, float32 may be rounded to TF32 for the tensor cores.
-        A NaN or infinity in a small image may then spread over the whole result for this image.
+      dimension_numbers: the layouts of x, w, and y, for example ("NHWC", "HWIO", "NHWC"). None means ("NCHW", "OIHW",
+        "NCHW").
+      precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
+        then spread over the whole result for this image.
       implementation: "pallas" supports no dilation and no groups. It may call cuDNN for y, and cuBLAS for y and dx.
+      padding, dimension_numbers, precision: also as in `jax.lax.conv_general_dilated`.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments. Its height is
+      y, in the promoted dtype of the arguments. Its height is
       `(height + padding before and after - d (filter_height - 1) - 1) // s + 1`.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
-      NotImplementedError: "pallas" does not support an argument.
 
     Source: V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep learning", arXiv:1603.07285.
     """
@@ -178,8 +177,8 @@ def conv2d_backward_input(
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over the u
     and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`.
 
-    dx has the dtype to which `jax.numpy` promotes dy and w. `input_size` is the height and width of x. Letters, other
-    arguments, and errors are as in `conv2d`.
+    dx has the promoted dtype of dy and w. `input_size` is the height and width of x. Letters, other arguments, and
+    errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -212,8 +211,8 @@ def conv2d_backward_weights(
     """Gradient of `conv2d` with respect to w:
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
-    dw has the dtype to which `jax.numpy` promotes dy and x. Half precisions are summed in float32. `filter_size` is the
-    height and width of w. Letters, other arguments, and errors are as in `conv2d`.
+    dw has the promoted dtype of dy and x. Half precisions are summed in float32. `filter_size` is the height and width
+    of w. Letters, other arguments, and errors are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -238,7 +237,7 @@ def conv2d_backward_bias(
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`, in dy's dtype.
 
-    Half precisions are summed in float32. `dimension_numbers` and errors are as in `conv2d`; dy has y's layout.
+    Half precisions are summed in float32. dy has the layout of y. `dimension_numbers` and errors are as in `conv2d`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

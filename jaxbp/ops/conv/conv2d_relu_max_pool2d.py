@@ -85,7 +85,6 @@ def _gradients_autodiff(dy, indices, x, w, b, **options):
 
 def _gradients_formula(dy, indices, x, w, b, **options):
     convolution, windows = _split(x.shape[2:], w.shape[2:], **options)
-    # If ReLU is 0 in a whole window, the index is outside of it, so the pool's backward adds no gradient.
     dz = max_pool2d.scatter_formula(dy, indices, windows=windows)
     dx = formulas.input_gradient_formula(dz, w, input_size=x.shape[2:], **convolution)
     dw = formulas.weights_gradient_formula(dz, x, filter_size=w.shape[2:], **convolution)
@@ -180,9 +179,8 @@ def conv2d_relu_max_pool2d(
 
     Args:
       window: height and width of the pool's windows, which do not overlap.
-      stride, padding: of the convolution.
-      implementation: "pallas" supports stride 1, filters of at most 64 positions, and windows of at most 16 positions.
-        It may call cuBLAS for dx.
+      implementation: "pallas" supports stride 1, filters of up to 64 positions, and windows of up to 16 positions. It
+        may call cuBLAS for dx.
       Other arguments, dtype, and errors: as in `conv2d`.
     """
     op = "conv2d_relu_max_pool2d"
@@ -202,12 +200,10 @@ def conv2d_relu_max_pool2d_with_indices(
 ) -> tuple[
     Float[Array, "batch out_channels out_height out_width"], Integer[Array, "batch out_channels out_height out_width"]
 ]:
-    """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the positions that its backward needs.
-
-    An index is the position of the maximum in its window, `u * window_width + v` for row u and column v. If ReLU is 0
-    in the whole window, the index is `window_height * window_width`. Indices are uint8 for windows of up to 255
-    positions, else int32, and have no gradient. Arguments and errors are as in `conv2d_relu_max_pool2d`.
-    """
+    """Return (y, indices): the result of `conv2d_relu_max_pool2d`, and the position of the maximum in each window,
+    `u * window_width + v` for row u and column v. If ReLU is 0 in the whole window, the index is
+    `window_height * window_width`. Indices are uint8 for windows of up to 255 positions, else int32, and have no
+    gradient. Arguments and errors are as in `conv2d_relu_max_pool2d`."""
     op = "conv2d_relu_max_pool2d_with_indices"
     return _call(op, x, w, b, window, stride, padding, precision, implementation)
 
@@ -233,8 +229,8 @@ def conv2d_relu_max_pool2d_backward(
     Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    dx has the dtype of x; dw and db have the dtype of w. Half precisions are summed in float32. `indices` are as
-    returned by `conv2d_relu_max_pool2d_with_indices`. Other arguments and errors are as in `conv2d_relu_max_pool2d`.
+    The gradients have the dtypes of x, w, and w. Half precisions are summed in float32. `indices` are as returned by
+    `conv2d_relu_max_pool2d_with_indices`. Other arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w  # b has the dtype of w

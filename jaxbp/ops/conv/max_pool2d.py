@@ -41,7 +41,6 @@ def max_and_indices(x, *, windows):
     index = jnp.zeros_like(values[0], index_dtype) + jnp.asarray(_first_inside(windows)[None, None], index_dtype)
     largest = jnp.full_like(values[0], -jnp.inf)
     for i, value in enumerate(values):
-        # The first of equal maxima is kept. A NaN counts as larger than any number.
         larger = ~(value <= largest) & ~jnp.isnan(largest)
         largest = jnp.where(larger, value, largest)
         index = jnp.where(larger, jnp.asarray(i, index_dtype), index)
@@ -167,8 +166,7 @@ def max_pool2d(
     the dilation, and p the padding before the first element.
 
     Args:
-      window: height and width of the windows, an int or a pair.
-      stride, dilation: an int or a pair. A stride of None means the size of the window.
+      window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window.
       padding: the number of -inf around the image, given as in `conv2d`. It must be less than `d (window - 1) + 1`, the
         extent of a dilated window.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the
@@ -184,7 +182,6 @@ def max_pool2d(
 
     Raises:
       TypeError, ValueError: an argument is invalid.
-      NotImplementedError: "pallas" does not support an argument.
 
     Source: K. Yamaguchi et al., "A neural network for speaker-independent isolated word recognition", ICSLP 1990.
     """

@@ -140,8 +140,8 @@ def embedding(
     """Embedding, `y = table[indices]`, in the table's dtype.
 
     As in `jax.numpy.take`, a negative index counts from the end, and an index outside
-    `[-num_embeddings, num_embeddings)` gives a row of NaN. Such an index adds nothing to the gradient. The kernel
-    supports float32, bfloat16, and float16.
+    `[-num_embeddings, num_embeddings)` gives a row of NaN and no gradient. The kernel supports float32, bfloat16, and
+    float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.

@@ -70,7 +70,7 @@ def linear(
         kernels compute.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments.
+      y, in the promoted dtype of the arguments.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -91,8 +91,8 @@ def linear_backward(
 ) -> tuple[Float[Array, "*batch in_features"], Float[Array, "out_features in_features"], Float[Array, "out_features"]]:
     """Gradients of `linear`: `dx = dy w`, `dw = dyᵀ x`, `db = Σ dy`, with sums over all leading axes.
 
-    Return (dx, dw, db): dx in the dtype of x; dw and db in the dtype of w. Half precisions are summed in float32,
-    except that `implementation="autodiff"` sums db in half precision. Arguments and errors are as in `linear`.
+    Return (dx, dw, db), in the dtypes of x, w, and w. Half precisions are summed in float32, except that
+    `implementation="autodiff"` sums db in half precision.
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """
@@ -114,7 +114,7 @@ def _check_shapes(op, x, w, b):
         checks.shape(op, "b", b, w.shape[0])
 
 
-# ----------------------------------- in place of the kernels of half precisions, on devices that do not run them
+# --------------------------------------------------------- for devices without the kernels of half precisions
 
 
 def forward_in_float32(

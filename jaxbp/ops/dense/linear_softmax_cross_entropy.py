@@ -37,8 +37,7 @@ KERNEL_CLASSES = 1024
 """On GPUs, the kernels are the default from this number of classes on (docs/lab/2026-11-26-large-vocabulary.md)."""
 
 
-# ------------------------------------------------------------------------------------------------------------- the rows
-# Below, x is (rows, features), and `kept` has one boolean per row, True if the row counts. Sums are in float32 or
+# Below, x is (rows, features), and the boolean array `kept` is True for each row that counts. Sums are in float32 or
 # wider.
 
 
@@ -101,7 +100,6 @@ def _products(dlogits, x, w, b, precision, dtype):
 
 
 def _rows_of(x, labels, where):
-    """Return x as rows, their labels, and `kept`. Rows that are not kept become 0, with label 0."""
     rows = math.prod(x.shape[:-1])
     x, labels = x.reshape(rows, x.shape[-1]), labels.reshape(rows)
     if where is None:
@@ -125,8 +123,7 @@ def _chunk_rows(rows, w):
 def _over_chunks(step: Callable, carry: tuple, size: int | None, *rows: Array) -> tuple[tuple, tuple]:
     """Scan `step(carry, *chunk) -> (carry, results)` over chunks of `size` rows, or call `step` once if `size` is
     None."""
-    # Chunk i has the rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk. Rows of zeros,
-    # which are not kept, fill the chunks.
+    # Chunk i has the rows i, i + chunks, ..., so that each device of a mesh has a part of every chunk.
     if size is None:
         return step(carry, *rows)
     count = rows[0].shape[0]
@@ -170,13 +167,11 @@ def _reduced(loss, kept, shape, reduction, dtype):
 
 
 def _count(kept):
-    """Count the kept rows, but at least 1, because the mean of no rows is 0."""
     return jnp.maximum(jnp.sum(kept), 1)
 
 
 def _definition(x, w, labels, b, where, *, reduction, softcap, precision, **options):
     rows, labels, kept = _rows_of(x, labels, where)
-    # Half precisions are rounded after the product, as in plain JAX.
     z = jnp.matmul(rows, w.T, precision=precision)
     options |= dict(classes=len(w), softcap=softcap)
     loss, _ = _losses_and_dlogits(False, z if b is None else z + b[None], labels, kept, None, None, **options)
@@ -274,7 +269,7 @@ def linear_softmax_cross_entropy(
 
     Args:
       labels: integers in [0, classes).
-      where: the rows that are kept; None for all. Other rows have loss and gradient 0, even if they are NaN.
+      where: True for each row that is kept; None for all. Other rows have loss and gradient 0, even if NaN.
       label_smoothing: y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
       softcap: if given, z is replaced by `softcap tanh(z / softcap)`.
       reduction: "mean" or "sum" over the kept rows, or None for one loss per row. The mean of no rows is 0.
@@ -282,9 +277,9 @@ def linear_softmax_cross_entropy(
       implementation: "pallas" calls cuBLAS for the products. On a mesh, it runs "xla".
 
     Returns:
-      The loss, in the dtype to which `jax.numpy` promotes x, w, and b, computed in float32 or wider. It is NaN if a
-      kept row has an invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is
-      rounded again if the cotangent of the loss is not 1, and for "mean" in float16.
+      The loss, in the promoted dtype of x, w, and b, computed in float32 or wider. It is NaN if a kept row has an
+      invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is rounded again if
+      the cotangent of the loss is not 1, and for "mean" in float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -319,7 +314,7 @@ def linear_softmax_cross_entropy_backward(
     `1 - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
 
     dy is one number, or one per row if `reduction` is None. Return (dx, dw, db), in the dtypes of x, w, and b. If b is
-    None, db is the gradient at b = 0, in w's dtype. Arguments and errors are as in `linear_softmax_cross_entropy`.
+    None, db is the gradient at b = 0, in w's dtype.
     """
     op = "linear_softmax_cross_entropy_backward"
     arguments = x, w, w if b is None else b

@@ -88,7 +88,7 @@ def _gradients(dy, saved, *, precision):
 
 # --------------------------------------------------------------------------------------------------------- the kernels
 # A wide row has one example's outputs of a hidden layer, then 1, then zeros up to the size that the tensor cores need.
-# The product of dzᵀ and the wide rows has the columns of dw, then db.
+# dzᵀ times the wide rows has the columns of dw, then db.
 
 
 class WideRows(NamedTuple):
@@ -146,8 +146,6 @@ def _weighed_gradients(dy, x_batch_last, hidden, gradients, *, sizes):
 
 
 def _with_kernel(kernel: Callable, formula: Callable, examples: BatchAxes) -> Callable:
-    """Return a function that calls `kernel` on a GPU, else `formula`. JAX always differentiates `formula`."""
-
     def call(*arrays, **options):
         return on_gpu(functools.partial(kernel, **options), functools.partial(formula, **options), *arrays)
 
@@ -267,8 +265,8 @@ def mlp_softmax_cross_entropy(
         Otherwise, it computes the formula with cuBLAS.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes x and the layers. A label that is not a class has the loss
-      NaN, and its gradients are NaN, or 0 if dy is 0.
+      The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, and its
+      gradients are NaN, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: an argument is invalid, or a layer has no bias.
@@ -304,8 +302,7 @@ def mlp_softmax_cross_entropy_backward(
     Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
     layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
 
-    Return (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers. Arguments and errors are as in
-    `mlp_softmax_cross_entropy`.
+    Return (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """

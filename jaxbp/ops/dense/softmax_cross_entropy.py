@@ -100,7 +100,6 @@ def _is_masked(weights, log_probabilities):
 
 
 def dy_of_valid(dy, labels, classes):
-    """Return dy where the label is a class. Elsewhere, return 0 if dy is 0, else NaN."""
     return jnp.where(are_valid(labels, classes), dy, jnp.where(dy == 0, 0.0, jnp.nan).astype(dy.dtype))
 
 
@@ -226,8 +225,8 @@ def softmax_cross_entropy(
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.
 
     Returns:
-      The losses, in the dtype to which `jax.numpy` promotes logits and weights, computed in float32 or wider. If an
-      integer label is not an included class, the loss is NaN, and its gradient is NaN, or 0 if dy is 0.
+      The losses, in the promoted dtype of logits and weights, computed in float32 or wider. If an integer label is not
+      an included class, the loss is NaN, and its gradient is NaN, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -256,7 +255,7 @@ def softmax_cross_entropy_backward(
     `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
     `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
 
-    dlogits has the dtype of the logits. Arguments and errors are as in `softmax_cross_entropy`.
+    dlogits has the dtype of the logits.
     """
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)

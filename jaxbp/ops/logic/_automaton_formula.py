@@ -15,7 +15,6 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.ops.logic import _gates
 
 UNROLL = 1
-"""The number of ticks in the body of a compiled loop."""
 KEEPS_ROWS = True
 """Whether the forward can keep the inputs of every gate (`memory="all"`)."""
 

@@ -20,7 +20,7 @@ from jaxbp.sharding import Axes, BatchAxes, mesh_of
 
 
 class Draws(NamedTuple):
-    """Random choices of a rollout. `keys` has one key per tick. `rounding_rate` is None if nothing is rounded."""
+    """Random choices of a rollout: one key per tick, and the rounding rate, or None for no rounding."""
 
     keys: Array
     rounding_rate: Array | None
@@ -149,7 +149,6 @@ _TICKS = {
         functools.partial(_save, _automaton_formula),
     ),
 }
-"""One `Pair` per implementation, because the forwards differ."""
 
 
 def ticks(implementation: str, state: Array) -> Pair:

@@ -85,7 +85,7 @@ def _in_one_loop(axes: Sequence[int], *terms: Array) -> list[Array]:
 
 
 def _interleaved(pair: Array) -> Array:
-    """Reshape `(2, gates, ...) -> (2 gates, ...)`. Elements 2 g and 2 g + 1 belong to gate g."""
+    """Reshape `(2, gates, ...) -> (2 gates, ...)`, gate by gate."""
     return jnp.moveaxis(pair, 0, 1).reshape(2 * pair.shape[1], *pair.shape[2:])
 
 

@@ -158,8 +158,7 @@ def automaton_step_backward(
     The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
     cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if it did not update.
 
-    Return (dlogits, dstate), in the structure and dtypes of the logits and the state. Arguments and errors are as in
-    `automaton_step`.
+    Return (dlogits, dstate), in the structure and dtypes of the logits and the state.
     """
     op = "automaton_step_backward"
     layers, before = _check(op, logits, automaton, state, parametrization)

@@ -131,7 +131,6 @@ def _gradients_kernel(dy, coefficients, wires, x, *, groups=None):
 
 
 def _fastest_gradients(dy, coefficients, graph, x):
-    # `gradients_by_input` is the fallback, also without a GPU, because it needs no shared memory.
     arrays = dy, coefficients, graph, x
     by_input = backward_kernels.gradients_by_input
     for kernel in (backward_kernels.gradients_by_gate, backward_along_trail.gradients_along_trail):
@@ -254,8 +253,8 @@ def gate_layer(
 ) -> Float[Array, "*batch results"]:
     """Return the values of a layer of relaxed logic gates, `y_g = Σ_i softmax(logits_g)_i op_i(a, b)`.
 
-    Here a and b are the inputs that `wires` assigns to gate g. The module's docstring lists the functions op_i. They
-    are linear in a and in b, so `y = c0 + c1 a + c2 b + c3 ab` with four coefficients per gate.
+    Here `wires` gives gate g the inputs a and b. The module's docstring lists the functions op_i. They are linear in a
+    and in b, so `y = c0 + c1 a + c2 b + c3 ab`.
 
     Args:
       logits: the parameters of each gate, possibly in a wider dtype than x.
@@ -302,7 +301,7 @@ def gate_layer_backward(
     The only sums over the batch are the gradients of the coefficients, `dc = Σ_batch dy (1, a, b, ab)`. From dc follows
     `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where row i of T has the four coefficients of op_i.
 
-    Return (dlogits, dx), in the dtypes of logits and x. Arguments and errors are as in `gate_layer`.
+    Return (dlogits, dx), in the dtypes of logits and x.
     """
     op = "gate_layer_backward"
     arguments = logits, x

@@ -198,8 +198,7 @@ def logic_conv2d(
     `Σ_i softmax(logits[k, g])_i op_i(a, b)`, as in `gate_layer`.
 
     Args:
-      stride: an int, or a pair for rows and columns.
-      padding: zeros on each side, as in `conv2d`.
+      stride, padding: as in `conv2d`.
       implementation: "pallas" supports depths up to 4.
       Other arguments and errors: as in `gate_layer`.
 
@@ -233,7 +232,7 @@ def logic_conv2d_backward(
     dlogits follows from dc as in `gate_layer_backward`. dx at a position is the sum of the gradients of all leaves that
     read it.
 
-    Return (dlogits, dx), in the dtypes of logits and x. Arguments and errors are as in `logic_conv2d`.
+    Return (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x

@@ -134,9 +134,9 @@ def batch_norm(
         channel's mean is far from zero.
 
     Returns:
-      (y, mean, var). y has the dtype to which `jax.numpy` promotes x, scale, and bias. Without `running`, mean and var
-      are the batch's, in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared
-      deviations. With `running`, they are the new running averages,
+      (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
+      in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared deviations. With
+      `running`, they are the new running averages,
       `momentum * running + (1 - momentum) * (mean and variance of the batch)`, without gradient.
 
     Raises:
@@ -187,7 +187,7 @@ def batch_norm_backward(
 
     with sums over the batch and the spatial axes.
 
-    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `batch_norm`.
+    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`.
     """
     op = "batch_norm_backward"
     arguments = (x, x, x) if scale is None else (x, scale, scale)

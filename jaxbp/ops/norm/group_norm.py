@@ -20,8 +20,7 @@ from pallas_kernels.pointwise.reductions import sum_over
 AnyChannels = Float[AnyArray, "channels"]
 Channels = Float[Array, "channels"]
 
-# Below, two axes of x are channels: `axis` for the groups, and `axis + 1` for a group's channels. Scale and bias have
-# size 1 along other axes.
+# Below, the channels of x are two axes: `axis` for the groups, and `axis + 1` for the channels of a group.
 
 
 def _over(x, axis):
@@ -101,7 +100,7 @@ def group_norm(
       num_groups: a divisor of the number of channels. Neighboring channels form a group.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
+      y, in the promoted dtype of the arguments, computed in float32 or wider.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -128,7 +127,7 @@ def group_norm_backward(
 
     with means over each group of an example, and sums over the examples and the spatial axes.
 
-    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `group_norm`.
+    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`.
     """
     (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)
     dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)

@@ -105,7 +105,7 @@ def gradients_kernel(dy, x, scale, bias, offset, inv_std, *, eps, center, with_y
 
 
 def input_gradient(t, normalised, inv_std, *, center=True):
-    """Return dx in x̂'s dtype, given `t = dy * scale`, the normalized rows x̂, and inv_std."""
+    """Return dx, given `t = dy * scale`, the normalized rows x̂, and inv_std."""
     dtype, t, normalised = normalised.dtype, upcast(t), upcast(normalised)
     dx = t - normalised * jnp.mean(t * normalised, axis=-1, keepdims=True)
     if center:
@@ -114,7 +114,7 @@ def input_gradient(t, normalised, inv_std, *, center=True):
 
 
 def input_gradient_from_x(t, x, *, eps):
-    """Return dx and the normalized rows x̂, both in x's dtype, given `t = dy * scale` and x."""
+    """Return dx and the normalized rows x̂ in x's dtype, given `t = dy * scale`."""
     offset, inv_std = row_statistics(x, eps=eps, center=True)
     normalised = _normalised(x, offset, inv_std).astype(x.dtype)
     return input_gradient(t, normalised, inv_std), normalised
@@ -137,7 +137,6 @@ def _streamed_if_faster(streamed, plain, *arrays, **options):
 
 
 def default(x, scale, bias, *, eps, center=True):
-    """Return "pallas" as the default on GPUs if the kernels in `layer_norm_streamed` are faster, else "autodiff"."""
     pays = layer_norm_streamed.gradients.pays(x, x, scale, bias, None, None, eps=eps, center=center)
     return DefaultImplementation(gpu="pallas" if pays else "autodiff", older_gpu="autodiff", elsewhere="autodiff")
 
@@ -199,11 +198,10 @@ def layer_norm(
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
       eps: at least 0. With eps > 0, y is `bias` for a row of equal elements.
-      axis: the last axis, or several last axes, along which the elements form one row.
-      implementation: None for the fastest (docs/kernels/norm.md).
+      axis: the last axis, or several last axes, which form one row.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments, computed in float32 or wider.
+      y, in the promoted dtype of the arguments, computed in float32 or wider.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -231,7 +229,7 @@ def layer_norm_backward(
     with means over each row and sums over all rows.
 
     Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-    Half precisions are summed in float32. Arguments and errors are as in `layer_norm`.
+    Half precisions are summed in float32.
 
     Source: docs/layer_norm.md.
     """
@@ -275,7 +273,7 @@ def rms_norm_backward(
 
     with means over each row and the sum over all rows.
 
-    Return (dx, dscale), with dtypes as in `layer_norm_backward`. Arguments and errors are as in `rms_norm`.
+    Return (dx, dscale), with dtypes as in `layer_norm_backward`.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)
@@ -284,7 +282,6 @@ def rms_norm_backward(
 
 
 def _check(op, axis, eps, x, scale, bias=None, **dy):
-    """Return x's shape, and the checked arrays with the axes of a row combined."""
     x, scale, bias, *dy = checks.floating(op, ("scale", "bias"), x=x, scale=scale, bias=bias, **dy)
     axes = checks.axes(op, axis, x.ndim) if x.ndim else (0,)
     if not axes or (x.ndim and axes[0] != x.ndim - len(axes)):

@@ -241,7 +241,7 @@ def layer_norm_linear(
       implementation: "pallas" calls cuBLAS for products, except where its kernels are faster.
 
     Returns:
-      z, in the dtype to which `jax.numpy` promotes the arguments.
+      z, in the promoted dtype of the arguments.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)

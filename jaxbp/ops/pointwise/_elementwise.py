@@ -124,7 +124,6 @@ def _in_dtypes_of(arrays, gradients):
 
 
 def _of_full_rank(dy, *arrays):
-    """Return the leading axis of each array that is not broadcast along it."""
     of_full_rank = [i for i, a in enumerate((dy, *arrays)) if a.ndim and a.ndim == dy.ndim and len(a) == len(dy)]
     return Axes(dict.fromkeys(of_full_rank, 0))
 

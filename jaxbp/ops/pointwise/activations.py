@@ -95,7 +95,6 @@ def _saturating(function):
 
 
 def _unsaturated(x):
-    """Clip x to ±`_SATURATION`, beyond which the activations have constant slopes."""
     return jnp.minimum(jnp.maximum(x, -_SATURATION), _SATURATION)
 
 
@@ -131,10 +130,8 @@ _SOFTPLUS = Elementwise("softplus", jax.nn.softplus, lambda dy, x: dy * jax.nn.s
 
 
 def _normalised(name, function, term, excluded, default=AUTODIFF_ON_CPU):
-    """Return the `Pair` of `softmax` or `log_softmax`, with `excluded` as the result for excluded elements.
-
-    The gradient is `dx = c - p Σ c`, where p is the softmax and `c = term(dy, p)`.
-    """
+    """Return the `Pair` of `softmax` or `log_softmax`, with `dx = c - p Σ c`, where p is the softmax and
+    `c = term(dy, p)`. Excluded elements have the result `excluded`."""
 
     def forward(x, where, *, axis):
         y = function(upcast(exclude(where, x, axis)), axis=axis)
@@ -284,7 +281,7 @@ def silu_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation
 def mish(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
     """Mish, `y = x tanh(softplus(x))`. At x = -inf, y is 0.
 
-    Source: D. Misra, "Mish: a self regularized non-monotonic activation function", BMVC 2020.
+    Source: D. Misra, "Mish", BMVC 2020.
     """
     return _MISH.of(implementation, {"x": x})
 

@@ -21,7 +21,6 @@ def _keep(key, shape, rate, broadcast_dims):
 
 
 def _scale(rate):
-    # For a rate of 1, 1 / (1 - rate) would divide by 0.
     if isinstance(rate, float):
         return 1 / (1 - rate) if rate < 1 else 0.0
     kept = 1 - lax.stop_gradient(rate)
@@ -71,7 +70,7 @@ def dropout(
     """Dropout, `y = x / (1 - rate)` with probability `1 - rate`, else 0, drawn independently for each element.
 
     Args:
-      key: a key of `jax.random`. Forward and backward drop the same elements for the same key.
+      key: for the same key, forward and backward drop the same elements.
       rate: the probability that an element is dropped: a number in [0, 1], or an array of shape (), whose gradient is
         0.
       broadcast_dims: axes along which all elements are dropped or kept together.
@@ -79,7 +78,7 @@ def dropout(
     Raises:
       TypeError, ValueError: an argument is invalid.
 
-    Source: N. Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
+    Source: N. Srivastava et al., "Dropout", JMLR 2014.
     """
     arrays, options = _check("dropout", "x", x, key, rate, broadcast_dims)
     return _DROPOUT(*arrays, **options, implementation=implementation)

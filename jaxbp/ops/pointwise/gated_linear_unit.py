@@ -78,7 +78,7 @@ def gated_linear_unit(
         "sigmoid" for GLU.
 
     Returns:
-      y, in the dtype to which `jax.numpy` promotes the arguments. Half precisions are computed in float32.
+      y, in the promoted dtype of the arguments. Half precisions are computed in float32.
 
     Raises:
       TypeError, ValueError: an argument is invalid, or the shapes differ.
@@ -98,10 +98,7 @@ def gated_linear_unit_backward(
     implementation: Implementation = None,
 ) -> tuple[Floats, Floats]:
     """Gradients of `gated_linear_unit`: `dgate = dy up s`, `dup = dy activation(gate)`, where s is the slope of the
-    activation at gate.
-
-    Arguments and errors are as in `gated_linear_unit`.
-    """
+    activation at gate."""
     activation = _check("gated_linear_unit_backward", gate, up, activation)
     return _GATED_LINEAR_UNIT.backward_of(implementation, dy, {"gate": gate, "up": up}, activation=activation)
 

@@ -2,7 +2,8 @@
 
 Every function takes floating `a` of any shape, and returns a's dtype. Half precisions are summed in float32. `axis` is
 one int, several ints, or None for all axes. The boolean array `where` broadcasts to a. Elements where it is False are
-excluded, and have the gradient 0, even if they are NaN. Invalid arguments raise a TypeError or a ValueError.
+excluded, and have the gradient 0, even if they are NaN. n counts the included elements. Invalid arguments raise a
+TypeError or a ValueError.
 """
 
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def mean(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Mean of n elements, `y = 1/n Σᵢ aᵢ`, where n counts the included elements. If n is 0, y is NaN."""
+    """Mean of n included elements, `y = 1/n Σᵢ aᵢ`. If n is 0, y is NaN."""
     return _reduce(MEAN, implementation, a, axis, keepdims, where)
 
 
@@ -103,7 +104,7 @@ def mean_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `mean`: `daᵢ = dy / n`, where n counts the included elements."""
+    """Gradient of `mean`: `daᵢ = dy / n`."""
     return _backward(MEAN.vjp, implementation, dy, a, axis, keepdims, where)
 
 
@@ -116,7 +117,7 @@ def var(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Reduced:
-    """Variance of n elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`, where n counts the included elements.
+    """Variance of n included elements, `y = Σᵢ (aᵢ - mean)² / (n - ddof)`.
 
     If `ddof` is not less than n, y is NaN or infinite, as in `jax.numpy`. The kernel does not support `where`.
     """
@@ -133,7 +134,7 @@ def var_backward(
     where: AnyMask | None = None,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`, where n counts the included elements."""
+    """Gradient of `var`: `daᵢ = 2 dy (aᵢ - mean) / (n - ddof)`."""
     return _backward(VAR.vjp, implementation, dy, a, axis, keepdims, where, ddof=_ddof("var_backward", ddof))
 
 

@@ -102,7 +102,7 @@ def rotary_embedding(
 
     Args:
       x: queries or keys, with an even number of features per head.
-      positions: integers, with one axis per leading axis of x, of x's size or size 1. For x of shape
+      positions: integers that broadcast to the leading axes of x, with as many axes. For x of shape
         `(batch, length, heads, head_dim)`, they have shape `(batch, length, 1)` or `(1, length, 1)`.
       base: at least 1.
       frequencies: one number per pair, in radians per position. If given, `base` is not used.
@@ -115,7 +115,7 @@ def rotary_embedding(
     Raises:
       TypeError, ValueError: an argument is invalid.
 
-    Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864.
+    Source: J. Su et al., "RoFormer", arXiv:2104.09864.
     """
     x, positions, options = _check("rotary_embedding", "x", x, positions, base, frequencies, interleaved)
     return _ROTARY_EMBEDDING(x, positions, **options, implementation=implementation)
@@ -131,10 +131,7 @@ def rotary_embedding_backward(
     implementation: Implementation = None,
 ) -> Heads:
     """Gradient of `rotary_embedding`: the rotation of dy by the opposite angles,
-    `dx1 = dy1 cos θ + dy2 sin θ, dx2 = dy2 cos θ - dy1 sin θ`.
-
-    Arguments and errors are as in `rotary_embedding`.
-    """
+    `dx1 = dy1 cos θ + dy2 sin θ, dx2 = dy2 cos θ - dy1 sin θ`."""
     op = "rotary_embedding_backward"
     dy, positions, options = _check(op, "dy", dy, positions, base, frequencies, interleaved)
     # The forward is linear in x, so `vjp` gets dy in place of x.
