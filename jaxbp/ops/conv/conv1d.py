@@ -93,7 +93,7 @@ def conv1d_backward(
     Source: as in `conv2d`, chapter 4.
     """
     op = "conv1d_backward"
-    arguments = x, w, w  # b has the dtype of w
+    arguments = x, w, w
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     layout = layouts.dimension_numbers(op, dimension_numbers, spatial_axes=1)
     given = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision)

@@ -131,7 +131,7 @@ def conv2d(
 ) -> Float[Array, "batch out_channels out_height out_width"]:
     """Convolution without flipping the filter:
     `y[n, k, i, j] = b[k] + Σ_{c, u, v} x[n, c, i s + u d - p, j s + v d - p] w[k, c, u, v]`, where s is the stride, d
-    the dilation, and p the padding before the first element. Elements outside of x count as zero.
+    the dilation, and p the padding before the first element.
 
     Args:
       stride, dilation: one int, or a pair for rows and columns.

@@ -233,7 +233,7 @@ def conv2d_relu_max_pool2d_backward(
     `conv2d_relu_max_pool2d_with_indices`. Other arguments and errors are as in `conv2d_relu_max_pool2d`.
     """
     op = "conv2d_relu_max_pool2d_backward"
-    arguments = x, w, w  # b has the dtype of w
+    arguments = x, w, w
     dy, x, w = checks.floating(op, dy=dy, x=x, w=w)
     options = _options(op, x, w, None, window, stride, padding, precision)
     _, windows = _split(x.shape[2:], w.shape[2:], **options)

@@ -32,7 +32,7 @@ def _gradients(dy, x, w, b, *, precision):
 
 
 def _gradients_kernel(dy, x, w, b, *, precision):
-    if on_tensor_cores(x.dtype, precision):  # cuBLAS uses the tensor cores
+    if on_tensor_cores(x.dtype, precision):
         return _gradients(dy, x, w, b, precision=precision)
     rows = math.prod(x.shape[:-1])
     dy_last, x_batch_last = batch_last(dy.reshape(rows, dy.shape[-1])), batch_last(x.reshape(rows, x.shape[-1]))
@@ -62,15 +62,12 @@ def linear(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch out_features"]:
-    """Dense layer, `y = x wᵀ + b`.
+    """Dense layer, `y = x wᵀ + b`, in the promoted dtype of the arguments.
 
     Args:
       precision: as in `jax.lax.dot`.
       implementation: "pallas" calls cuBLAS, except for gradients in exact float32 (`precision="highest"`), which
         kernels compute.
-
-    Returns:
-      y, in the promoted dtype of the arguments.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -96,7 +93,7 @@ def linear_backward(
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """
-    arguments = x, w, w  # b has the dtype of w
+    arguments = x, w, w
     dy, x, w = checks.floating("linear_backward", dy=dy, x=x, w=w)
     _check_shapes("linear_backward", x, w, None)
     checks.shape("linear_backward", "dy", dy, *x.shape[:-1], w.shape[0])

@@ -31,7 +31,7 @@ def _product(a, b, *, precision):
 
 
 def _product_kernel(a, b, *, precision):
-    if on_tensor_cores(a.dtype, precision):  # cuBLAS uses the tensor cores
+    if on_tensor_cores(a.dtype, precision):
         return _product(a, b, precision=precision)
     if a.ndim > 2:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])

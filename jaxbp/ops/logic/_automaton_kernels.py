@@ -113,7 +113,7 @@ def leave_gradient(prepared: Prepared, gradient: tuple[Array, Array], dtype: jnp
 
 
 def zeros(prepared: Prepared) -> Array:
-    """Return zeros, `(CTAs, gates, 4)`, to which each CTA adds its part of the coefficients' gradients."""
+    """Return zeros to which each CTA adds its part of the coefficients' gradients, `(CTAs, gates, 4)`."""
     programs = kernels.tick_backward.heuristic(plan=prepared.plan).programs
     return jnp.zeros((programs, prepared.plan.gates, 4), jnp.float32)
 

@@ -1,7 +1,6 @@
 """Convolutions of trees of gates as formulas in jnp, on images `(channels, height, width, N)`.
 
-Here, a kernel is one tree of gates that moves over the image, not a GPU kernel. The values that a leaf reads at all
-positions are a slice of the image.
+Here, a kernel is one tree of gates that moves over the image, not a GPU kernel.
 """
 
 import functools
@@ -20,8 +19,8 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 def forward(coefficients, wires, x, *, stride, pool):
     """Return the maximum of each tree in each window of the pool, and its row-major position in the window.
 
-    Both have the shape `(kernels, height, width, N)`. Positions are None for windows of size 1. x is padded, and the
-    coefficients are `(kernels, gates, 4)`.
+    Both are `(kernels, height, width, N)`. Positions are None for windows of size 1. x is padded. The coefficients are
+    `(kernels, gates, 4)`.
     """
     geometry = _Geometry(wires, x, stride, pool)
 

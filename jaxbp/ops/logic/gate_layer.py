@@ -264,7 +264,7 @@ def gate_layer(
         "input_wise": 4 numbers, one per row of the truth table, whose sigmoid is the gate's value in this row.
         "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The gate's value in a row of the truth
           table is the sigmoid of the weighted sum. Between 0 and 1, y interpolates these values, unlike in the source.
-      groups: a number of groups of neighboring gates, whose values are summed, as in `jaxbp.group_sum`, or None.
+      groups: the number of groups of neighboring gates whose values are summed, as in `jaxbp.group_sum`, or None.
 
     Returns:
       y, in x's dtype, computed in float32 or wider. With `groups`, y is in float32 or wider.

@@ -1,7 +1,6 @@
 """Convolutions of differentiable logic gates. A kernel of the convolution is a tree of two-input gates.
 
-A tree of depth d reads `2^d` leaves, which are positions in a window of its input. An or-pool takes the largest of
-neighboring values. As one op, convolution and or-pool keep only each maximum's position.
+A tree of depth d reads `2^d` leaves, which are positions in a window of its input.
 """
 
 import functools

@@ -128,7 +128,7 @@ def batch_norm(
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
-      momentum: the fraction, in [0, 1], of the running averages that a step keeps.
+      momentum: in [0, 1], the share of `running` in the new running averages.
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
         channel's mean is far from zero.
@@ -136,8 +136,7 @@ def batch_norm(
     Returns:
       (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
       in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared deviations. With
-      `running`, they are the new running averages,
-      `momentum * running + (1 - momentum) * (mean and variance of the batch)`, without gradient.
+      `running`, they are the new running averages, `momentum * running + (1 - momentum) * batch`, without gradient.
 
     Raises:
       TypeError, ValueError: an argument is invalid.

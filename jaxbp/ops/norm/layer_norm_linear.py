@@ -230,7 +230,7 @@ def layer_norm_linear(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch out"]:
-    """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`.
+    """LayerNorm and a dense layer, `z = layer_norm(x, scale, bias) wᵀ + b`, in the promoted dtype of the arguments.
 
     The residuals are x and two numbers per row. For many rows in bfloat16 on compute capability 9.0,
     `implementation="pallas"` saves the normalized rows instead of x, and rounds `w * scale` to bfloat16.
@@ -239,9 +239,6 @@ def layer_norm_linear(
       x, scale, bias, eps, and errors: as in `layer_norm`.
       w, b, precision: as in `linear`.
       implementation: "pallas" calls cuBLAS for products, except where its kernels are faster.
-
-    Returns:
-      z, in the promoted dtype of the arguments.
     """
     op = "layer_norm_linear"
     x, scale, bias, w, b = layer_norm.check(op, eps, x=x, scale=scale, bias=bias, w=w, b=b)
@@ -281,7 +278,7 @@ def layer_norm_linear_backward(
     Source: docs/layer_norm.md.
     """
     op = "layer_norm_linear_backward"
-    arguments = x, scale, bias, w, w  # b has the dtype of w
+    arguments = x, scale, bias, w, w
     dy, x, scale, bias, w = layer_norm.check(op, eps, dy=dy, x=x, scale=scale, bias=bias, w=w)
     checks.shape(op, "w", w, "out", x.shape[-1])
     checks.shape(op, "dy", dy, *x.shape[:-1], w.shape[0])

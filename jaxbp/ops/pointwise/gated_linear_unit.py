@@ -71,14 +71,12 @@ _GATED_LINEAR_UNIT = Elementwise(
 def gated_linear_unit(
     gate: AnyFloats, up: AnyFloats, activation: Activation = "silu", *, implementation: Implementation = None
 ) -> Floats:
-    """Gated linear unit, `y = activation(gate) up`, element by element.
+    """Gated linear unit, `y = activation(gate) up`, element by element, in the promoted dtype of the arguments. Half
+    precisions are computed in float32.
 
     Args:
       activation: "silu" for SwiGLU, "gelu" (the tanh approximation) or "gelu_exact" for GEGLU, "relu" for ReGLU, or
         "sigmoid" for GLU.
-
-    Returns:
-      y, in the promoted dtype of the arguments. Half precisions are computed in float32.
 
     Raises:
       TypeError, ValueError: an argument is invalid, or the shapes differ.

@@ -1,7 +1,4 @@
-"""Rotary embedding: pairs of features are rotated by angles that grow with the position of a token.
-
-The transpose of a rotation is the rotation by the opposite angle, so the forward saves only the positions.
-"""
+"""Rotary embedding: pairs of features are rotated by angles that grow with the position of a token."""
 
 from collections.abc import Sequence
 
