@@ -1,5 +1,5 @@
 """The public ops, one file per family. `jaxbp.catalogue` lists them all.
 
-A function `*_backward` has the arguments and errors of its forward, unless its docstring says otherwise. "The promoted
-dtype" is the dtype to which `jax.numpy` promotes the named arrays.
+A backward has the arguments and errors of its forward, and gradients have the dtypes of the arrays, unless its
+docstring says otherwise. The promoted dtype is the dtype to which `jax.numpy` promotes the arrays.
 """

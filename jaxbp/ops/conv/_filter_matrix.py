@@ -97,8 +97,8 @@ def banded_input_gradient(
 ) -> Array:
     """Gradient of `conv2d_relu_max_pool2d` with respect to x, `(C, H, W, N)`.
 
-    dy and the maxima's positions `place` have the shape `(K, P, Q, N)`, for P rows of Q windows. For each row of
-    windows, one product of dy, placed at the maxima, and the `_band` gives a part of dx.
+    dy and the maxima's positions `place` are `(K, P, Q, N)`. For each of P rows of Q windows, one product of the
+    `_band` and dy, placed at the maxima, gives a part of dx.
     """
     K, P, Q, N = dy.shape
     C, (R, S), (H, W) = w.shape[1], window, input_size

@@ -135,10 +135,7 @@ def avg_pool2d_backward(
     **options: Unpack[PoolOptions],
 ) -> Float[Array, "batch channels height width"]:
     """Gradient of `avg_pool2d`: `dx[n, c, h, l] = Σ 1/m dy[n, c, i, j]` over the windows (i, j) that contain (h, l),
-    where m is the number of positions of window (i, j) that count.
-
-    `input_size` is the height and width of x. Other arguments and errors are as in `avg_pool2d`.
-    """
+    where m counts the positions of window (i, j) as in `avg_pool2d`. `input_size` is the height and width of x."""
     op = "avg_pool2d_backward"
     (dy,) = checks.floating(op, dy=dy)
     options_of_pair = _options(op, checks.pair(op, "input_size", input_size), window, count_include_pad, options)

@@ -88,7 +88,7 @@ def conv1d_backward(
     `dx[n, c, h] = Σ_{k, u} dy[n, k, t] w[k, c, u]` over all u and t with `t s + u d - p = h` (letters as in `conv1d`),
     `dw[k, c, u] = Σ_{n, t} dy[n, k, t] x[n, c, t s + u d - p]`, and `db[k] = Σ_{n, t} dy[n, k, t]`.
 
-    Return (dx, dw, db), in the dtypes of x, w, and w.
+    db has the dtype of w.
 
     Source: as in `conv2d`, chapter 4.
     """

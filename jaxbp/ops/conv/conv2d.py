@@ -137,7 +137,7 @@ def conv2d(
       stride, dilation: one int, or a pair for rows and columns.
       padding: zeros around the image: one int; for rows and for columns an int or a pair (before, after); or "SAME",
         "SAME_LOWER", or "VALID".
-      groups: the number of groups of channels. An output channel reads only the input channels of its group.
+      groups: the number of groups of channels. An output reads only its group's input channels.
       dimension_numbers: the layouts of x, w, and y, for example ("NHWC", "HWIO", "NHWC"). None means ("NCHW", "OIHW",
         "NCHW").
       precision: by default, float32 may be rounded to TF32 for the tensor cores. A NaN or infinity in a small image may
@@ -177,8 +177,7 @@ def conv2d_backward_input(
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over the u
     and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`.
 
-    dx has the promoted dtype of dy and w. `input_size` is the height and width of x. Letters, other arguments, and
-    errors are as in `conv2d`.
+    dx has the promoted dtype of dy and w. `input_size` is the height and width of x. Letters are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -212,7 +211,7 @@ def conv2d_backward_weights(
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
     dw has the promoted dtype of dy and x. Half precisions are summed in float32. `filter_size` is the height and width
-    of w. Letters, other arguments, and errors are as in `conv2d`.
+    of w. Letters are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -237,7 +236,7 @@ def conv2d_backward_bias(
 ) -> Float[Array, "out_channels"]:
     """Gradient of `conv2d` with respect to b: `db[k] = Σ_{n, i, j} dy[n, k, i, j]`, in dy's dtype.
 
-    Half precisions are summed in float32. dy has the layout of y. `dimension_numbers` and errors are as in `conv2d`.
+    Half precisions are summed in float32. dy has the layout of y in `dimension_numbers`.
     """
     op = "conv2d_backward_bias"
     (dy,) = checks.floating(op, dy=dy)

@@ -229,8 +229,8 @@ def conv2d_relu_max_pool2d_backward(
     Let dz have, in each window, dy at the position that `indices` gives, and 0 elsewhere. The gradients are
     `conv2d_backward_input(dz, w)`, `conv2d_backward_weights(dz, x)`, and `conv2d_backward_bias(dz)`.
 
-    The gradients have the dtypes of x, w, and w. Half precisions are summed in float32. `indices` are as returned by
-    `conv2d_relu_max_pool2d_with_indices`. Other arguments and errors are as in `conv2d_relu_max_pool2d`.
+    db has the dtype of w. Half precisions are summed in float32. `indices` come from
+    `conv2d_relu_max_pool2d_with_indices`.
     """
     op = "conv2d_relu_max_pool2d_backward"
     arguments = x, w, w

@@ -217,8 +217,8 @@ def max_pool2d_backward(
     """Gradient of `max_pool2d`: `dx[n, c, h, l] = Σ dy[n, c, i, j]` over the windows whose maximum is at (h, l), in
     dy's dtype.
 
-    `indices` are as returned by `max_pool2d_with_indices`. Where an index is outside of its window, dy is ignored.
-    `input_size` is the height and width of x. Other arguments and errors are as in `max_pool2d`.
+    `indices` come from `max_pool2d_with_indices`. Where an index is outside of its window, dy is ignored. `input_size`
+    is the height and width of x.
 
     Source: M. Zeiler et al., "Adaptive deconvolutional networks", ICCV 2011 (switches).
     """

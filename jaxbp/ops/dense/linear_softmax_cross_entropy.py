@@ -278,8 +278,8 @@ def linear_softmax_cross_entropy(
 
     Returns:
       The loss, in the promoted dtype of x, w, and b, computed in float32 or wider. It is NaN if a kept row has an
-      invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, dw is rounded again if
-      the cotangent of the loss is not 1, and for "mean" in float16.
+      invalid label. dw is summed in float32 or wider, then rounded. Unless `reduction` is None, it is rounded again if
+      the loss's cotangent is not 1, and for "mean" in float16.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -310,11 +310,10 @@ def linear_softmax_cross_entropy_backward(
     """Gradients of `linear_softmax_cross_entropy`: `dx = dz w`, `dw = dzᵀ x`, `db = Σ dz`, with
     `dz = dy (softmax(z) (1 + 2 z_loss logsumexp(z)) - y)`.
 
-    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is the capped value, and dz is multiplied by
-    `1 - (z / softcap)²`. If `reduction` is "mean", dz is divided by the number of kept rows.
+    z and y are as in `linear_softmax_cross_entropy`. With `softcap`, z is capped, and dz is multiplied by
+    `1 - (z / softcap)²`. With `reduction="mean"`, dz is divided by the number of kept rows.
 
-    dy is one number, or one per row if `reduction` is None. Return (dx, dw, db), in the dtypes of x, w, and b. If b is
-    None, db is the gradient at b = 0, in w's dtype.
+    dy is one number, or one per row if `reduction` is None. If b is None, db is the gradient at b = 0, in w's dtype.
     """
     op = "linear_softmax_cross_entropy_backward"
     arguments = x, w, w if b is None else b

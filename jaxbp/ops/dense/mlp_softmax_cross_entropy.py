@@ -253,9 +253,8 @@ def mlp_softmax_cross_entropy(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> Float[Array, "*batch"]:
-    """Cross-entropy of the outputs of dense layers with ReLU between the layers, one loss per example.
-
-    Each loss is `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
+    """Dense layers with ReLU between them, softmax, and cross-entropy, one loss per example:
+    `softmax_cross_entropy(linear(...relu(linear(relu(linear(x, w1, b1)), w2, b2))...), labels)`.
 
     Args:
       labels: integers in [0, classes).
@@ -265,8 +264,8 @@ def mlp_softmax_cross_entropy(
         Otherwise, it computes the formula with cuBLAS.
 
     Returns:
-      The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, and its
-      gradients are NaN, or 0 if dy is 0.
+      The losses, in the promoted dtype of x and the layers. A label that is not a class has the loss NaN, with
+      gradients NaN, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: an argument is invalid, or a layer has no bias.
@@ -297,12 +296,10 @@ def mlp_softmax_cross_entropy_backward(
     precision: PrecisionLike = None,
     implementation: Implementation = None,
 ) -> tuple[Array, ...]:
-    """Gradients of `mlp_softmax_cross_entropy` with respect to x and the layers.
+    """Gradients (dx, dw1, db1, dw2, db2, ...) of `mlp_softmax_cross_entropy`.
 
     Let h be a layer's inputs and `z = h wᵀ + b`. At the last layer, `dz = dy (softmax(logits) - onehot(label))`. Every
     layer has `dw = dzᵀ h`, `db = Σ dz`, and `dh = dz w`. The preceding layer has `dz = dh` where `h > 0`, else 0.
-
-    Return (dx, dw1, db1, dw2, db2, ...), in the dtypes of x and the layers.
 
     Source: D. Rumelhart et al., "Learning representations by back-propagating errors", 1986.
     """

@@ -216,8 +216,8 @@ def softmax_cross_entropy(
     Args:
       labels: one integer in [0, classes) per example, for which y is one-hot; or y, one weight per class and example.
         Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf has loss and gradient 0.
-      axis: the axes of the classes; None for all. An integer label is a row-major index over these axes, in the order
-        of `axis`.
+      axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
+        `axis`.
       where: one boolean per example, or per class and example. An excluded example has loss and gradient 0, even if its
         logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: in [0, 1]. y becomes `(1 - label_smoothing) y + label_smoothing / classes`, where `classes`
@@ -226,7 +226,7 @@ def softmax_cross_entropy(
 
     Returns:
       The losses, in the promoted dtype of logits and weights, computed in float32 or wider. If an integer label is not
-      an included class, the loss is NaN, and its gradient is NaN, or 0 if dy is 0.
+      an included class, the loss is NaN, with gradient NaN, or 0 if dy is 0.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -253,10 +253,7 @@ def softmax_cross_entropy_backward(
 ) -> Float[Array, "*batch classes"]:
     """Gradient of `softmax_cross_entropy` with respect to the logits:
     `dlogits_k = dy (softmax(logits)_k Σ_j y_j - y_k)`, where y are the weights after label smoothing. The z-loss adds
-    `2 dy z_loss logsumexp(logits) softmax(logits)_k`.
-
-    dlogits has the dtype of the logits.
-    """
+    `2 dy z_loss logsumexp(logits) softmax(logits)_k`."""
     op, shape = "softmax_cross_entropy_backward", jnp.shape(logits)
     classes, *arrays, dy = _check(op, axis, logits=logits, labels=labels, where=where, dy=dy)
     checks.shape(op, "dy", dy, *arrays[0].shape[:-1])

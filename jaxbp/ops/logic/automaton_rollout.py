@@ -124,7 +124,7 @@ def automaton_step(
         `(gates, parameters)` for update, possibly in a wider dtype than the state.
       state: values in [0, 1].
       key: required if `fire_rate` is below 1.
-      fire_rate: the probability with which a cell updates. Otherwise, it keeps its state.
+      fire_rate: the probability that a cell updates. Otherwise, it keeps its state.
       parametrization: as in `gate_layer`.
 
     Returns:
@@ -155,10 +155,8 @@ def automaton_step_backward(
 ) -> tuple[Gradients, Float[Array, "batch height width channels"]]:
     """Gradients of `automaton_step`, by the formulas of `gate_layer_backward` in each layer of gates.
 
-    The gradients of the logits are sums over all cells, and for perception also over all channels. The gradient of a
-    cell's state is a sum over the nine cells that see the cell, plus `dnext` of the cell if it did not update.
-
-    Return (dlogits, dstate), in the structure and dtypes of the logits and the state.
+    dlogits is summed over all cells, and for perception also over all channels. A cell's dstate is summed over the nine
+    cells that see it, plus its `dnext` if it did not update.
     """
     op = "automaton_step_backward"
     layers, before = _check(op, logits, automaton, state, parametrization)
@@ -188,12 +186,12 @@ def automaton_rollout(
 
         state_{t+1} = automaton_step(s_t),  s_t = state_t + m_t stop_gradient(round(state_t) - state_t)
 
-    Here m_t is 1 with probability `rounding_rate`, else 0, drawn separately for every value of the state.
+    For each value of the state, m_t is 1 with probability `rounding_rate`, else 0.
 
     Args:
       steps: static.
-      rounding_rate: the probability of rounding a value of the state to 0 or 1 before a tick, with derivative 1
-        (straight-through). Its gradient is 0. A traced rate is not checked.
+      rounding_rate: the probability of rounding a value to 0 or 1 before a tick, with derivative 1 (straight-through).
+        The rate has gradient 0. A traced rate is not checked.
       memory: what the forward keeps: "all" for the inputs of every gate in every tick, or a policy of
         `jaxbp.checkpointed_scan`. With `implementation="pallas"`, "all" means "states".
       Other arguments, dtype, errors, and source: as in `automaton_step`.
@@ -225,8 +223,8 @@ def automaton_rollout_backward(
         (dlogits_t, dstate_t) = automaton_step_backward(dstate_{t+1}, logits, automaton, s_t), from the last tick t on
         dlogits = Σ_t dlogits_t, added up from the last tick to the first
 
-    Here s_t is as in `automaton_rollout`, with the forward's random values. Results, arguments, and errors are as in
-    `automaton_step_backward` and `automaton_rollout`.
+    Here s_t is as in `automaton_rollout`, with the forward's random values. Results are as in
+    `automaton_step_backward`.
     """
     op = "automaton_rollout_backward"
     layers, first = _check(op, logits, automaton, state, parametrization)

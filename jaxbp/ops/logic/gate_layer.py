@@ -257,7 +257,7 @@ def gate_layer(
     and in b, so `y = c0 + c1 a + c2 b + c3 ab`.
 
     Args:
-      logits: the parameters of each gate, possibly in a wider dtype than x.
+      logits: possibly in a wider dtype than x.
       x: numbers between 0 and 1.
       parametrization: the meaning of the parameters.
         "softmax": 16 logits, one per function.
@@ -267,7 +267,7 @@ def gate_layer(
       groups: the number of groups of neighboring gates whose values are summed, as in `jaxbp.group_sum`, or None.
 
     Returns:
-      y, in x's dtype, computed in float32 or wider. With `groups`, y is in float32 or wider.
+      y, in x's dtype, or with `groups` in float32 or wider. Sums are in float32 or wider.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -298,10 +298,8 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
 
-    The only sums over the batch are the gradients of the coefficients, `dc = Σ_batch dy (1, a, b, ab)`. From dc follows
-    `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with `u = T dc`, where row i of T has the four coefficients of op_i.
-
-    Return (dlogits, dx), in the dtypes of logits and x.
+    Only `dc = Σ_batch dy (1, a, b, ab)` is summed over the batch. Then `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with
+    `u = T dc`, where row i of T has the four coefficients of op_i.
     """
     op = "gate_layer_backward"
     arguments = logits, x

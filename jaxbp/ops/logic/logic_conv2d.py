@@ -220,7 +220,7 @@ def logic_conv2d_backward(
     parametrization: Parametrization = "softmax",
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "kernels gates parameters"], Float[Array, "batch channels height width"]]:
-    """Gradients of `logic_conv2d`, computed from the root of each tree to its leaves.
+    """Gradients of `logic_conv2d`, from the root of each tree to its leaves.
 
     For a gate with the coefficients c of `gate_layer`, whose value has the gradient dy,
 
@@ -230,8 +230,6 @@ def logic_conv2d_backward(
 
     dlogits follows from dc as in `gate_layer_backward`. dx at a position is the sum of the gradients of all leaves that
     read it.
-
-    Return (dlogits, dx), in the dtypes of logits and x.
     """
     op = "logic_conv2d_backward"
     arguments = logits, x
@@ -299,8 +297,8 @@ def logic_conv2d_or_pool2d_backward(
     """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
     in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
-    `indices` are as returned by `logic_conv2d_or_pool2d_with_indices`. Outside of a window, they give an undefined
-    result. Other arguments, results, and errors are as in `logic_conv2d_backward`.
+    `indices` come from `logic_conv2d_or_pool2d_with_indices`. Outside of a window, they give an undefined result. Other
+    arguments, results, and errors are as in `logic_conv2d_backward`.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x

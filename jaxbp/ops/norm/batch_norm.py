@@ -186,7 +186,7 @@ def batch_norm_backward(
 
     with sums over the batch and the spatial axes.
 
-    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`.
+    Dtypes are as in `layer_norm_backward`.
     """
     op = "batch_norm_backward"
     arguments = (x, x, x) if scale is None else (x, scale, scale)

@@ -127,7 +127,7 @@ def group_norm_backward(
 
     with means over each group of an example, and sums over the examples and the spatial axes.
 
-    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`.
+    Dtypes are as in `layer_norm_backward`.
     """
     (*arrays, dy), options = _check("group_norm_backward", num_groups, epsilon, channel_axis, x, scale, dy=dy)
     dx, dscale, dbias = _GROUP_NORM.vjp(dy, *arrays, **options, implementation=implementation)

@@ -228,8 +228,7 @@ def layer_norm_backward(
 
     with means over each row and sums over all rows.
 
-    Return (dx, dscale, dbias): dx in the dtype of x; dscale and dbias in the dtype of scale, or of x if scale is None.
-    Half precisions are summed in float32.
+    dscale and dbias have the dtype of scale, or of x if scale is None. Half precisions are summed in float32.
 
     Source: docs/layer_norm.md.
     """
@@ -273,7 +272,7 @@ def rms_norm_backward(
 
     with means over each row and the sum over all rows.
 
-    Return (dx, dscale), with dtypes as in `layer_norm_backward`.
+    Dtypes are as in `layer_norm_backward`.
     """
     shape, (*arrays, _, dy) = _check("rms_norm_backward", axis, eps, x, scale, dy=dy)
     dx, dscale = _RMS_NORM.vjp(dy, *arrays, None, eps=eps, center=False, implementation=implementation)

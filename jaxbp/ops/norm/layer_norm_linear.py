@@ -272,8 +272,7 @@ def layer_norm_linear_backward(
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dn * x̂,    dbias = Σ dn,
         dw = dyᵀ y,    db = Σ dy,
 
-    with means over each row and sums over all rows. Dtypes, arguments, and errors are as in `layer_norm_backward` and
-    `linear_backward`.
+    with means over each row and sums over all rows. db has the dtype of w.
 
     Source: docs/layer_norm.md.
     """
