@@ -1,6 +1,6 @@
 """Convolutions of small images as products with a matrix of the filters, by cuBLAS on the tensor cores.
 
-Although most elements of the matrix are zero, these products are faster than cuDNN's convolution.
+Although most elements of the matrix are zero, the products are faster than cuDNN.
 """
 
 import math

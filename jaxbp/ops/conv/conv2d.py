@@ -177,7 +177,7 @@ def conv2d_backward_input(
     """Gradient of `conv2d` with respect to x: `dx[n, c, h, l] = Σ_{k, u, v} dy[n, k, i, j] w[k, c, u, v]` over the u
     and v for which y has a position (i, j) with `i s + u d - p = h` and `j s + v d - p = l`.
 
-    dx has the promoted dtype of dy and w. `input_size` is the height and width of x. Letters are as in `conv2d`.
+    dx has the promoted dtype of dy and w. `input_size` is the height and width of x. s, d, and p are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """
@@ -211,7 +211,7 @@ def conv2d_backward_weights(
     `dw[k, c, u, v] = Σ_{n, i, j} dy[n, k, i, j] x[n, c, i s + u d - p, j s + v d - p]`.
 
     dw has the promoted dtype of dy and x. Half precisions are summed in float32. `filter_size` is the height and width
-    of w. Letters are as in `conv2d`.
+    of w. s, d, and p are as in `conv2d`.
 
     Source: as in `conv2d`, chapter 4.
     """

@@ -166,7 +166,7 @@ def max_pool2d(
     the dilation, and p the padding before the first element.
 
     Args:
-      window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window.
+      window, stride, dilation: an int, or a pair for rows and columns. A stride of None means the window's size.
       padding: the number of -inf around the image, given as in `conv2d`. It must be less than `d (window - 1) + 1`, the
         extent of a dilated window.
       ceil_mode: whether the last window may reach beyond the padded input, if it starts before the padding after the

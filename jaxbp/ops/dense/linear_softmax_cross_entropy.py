@@ -30,7 +30,7 @@ CHUNK_BYTES = 2**30
 """Larger logits are split into chunks of at most half this size, because the sums of dw over chunks need memory,
 too."""
 ROWS_MULTIPLE = 128
-"""The rows of a chunk above this number are a multiple of it, the rows per tile of the tensor cores."""
+"""Larger chunks have a multiple of this number of rows, the rows per tensor-core tile."""
 COLUMNS_MULTIPLE = 256
 """The kernels load vectors of logits, so classes are padded to a multiple of this number."""
 KERNEL_CLASSES = 1024

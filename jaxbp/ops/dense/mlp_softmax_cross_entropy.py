@@ -107,8 +107,7 @@ class WideRows(NamedTuple):
 class WideRowsAndGradients(NamedTuple):
     """Residuals as in `WideRows`, but with the gradients of each example's loss instead of the logits."""
 
-    # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0. It
-    # uses only the shapes of `weights`.
+    # If a label is not a class, the gradients are 0, and the backward multiplies them by `dy_of_valid`, NaN or 0.
 
     x_batch_last: Array
     labels: Array

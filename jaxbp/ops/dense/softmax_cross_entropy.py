@@ -218,8 +218,8 @@ def softmax_cross_entropy(
         Weights are differentiable and need not sum to 1. A class with weight 0 and logit -inf has loss and gradient 0.
       axis: the axes of the classes; None for all. An integer label is a row-major index over them, in the order of
         `axis`.
-      where: one boolean per example, or per class and example. An excluded example has loss and gradient 0, even if its
-        logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
+      where: one boolean per example, or per class and example, False to exclude it. An excluded example has loss and
+        gradient 0, even if its logits are NaN. An excluded class is left out of the log-sum-exp and the loss.
       label_smoothing: in [0, 1]. y becomes `(1 - label_smoothing) y + label_smoothing / classes`, where `classes`
         counts the included classes.
       implementation: "pallas" supports neither label smoothing, nor the z-loss, nor one boolean per class.

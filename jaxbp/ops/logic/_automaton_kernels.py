@@ -1,8 +1,8 @@
 """One tick of a logic cellular automaton and its backward, computed by the kernels.
 
-A state is a vector of all channels of all cells, then unused elements (`padded_lanes`). Each lane computes one gate of
-a layer. The gradient of a state is a pair (dseen, dkept). dseen has, for each cell, the terms that it adds to the
-gradients of the nine cells that it sees. dkept has all other terms.
+A state is a vector of all channels of all cells, then unused elements (`padded_lanes`). Its gradient is a pair (dseen,
+dkept). dseen has, for each cell, the terms that it adds to the gradients of the nine cells that it sees. dkept has all
+other terms.
 """
 
 import dataclasses

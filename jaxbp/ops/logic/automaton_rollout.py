@@ -23,7 +23,6 @@ from jaxbp.ops.logic.gate_layer import COEFFICIENTS
 from jaxbp.pairing import Implementation, Op, per_implementation
 
 Logits = tuple[list[Float[AnyArray, "kernels gates parameters"]], list[Float[AnyArray, "gates parameters"]]]
-"""One array per perception layer, and one per update layer."""
 Gradients = tuple[list[Float[Array, "kernels gates parameters"]], list[Float[Array, "gates parameters"]]]
 
 
@@ -115,9 +114,9 @@ def automaton_step(
         next = update(the cell's channels, then perceived in the order channel, bit, kernel)
 
     Here seen_pc is channel c of the p-th of nine cells: the cell and its eight neighbors, in row-major order. Beyond
-    the border, cells are 0, or if the automaton is periodic, the cells on the opposite side. perception_k and update
-    are layers of gates, as in `gate_layer`. A bit is an output of perception_k. The next state is clipped to [0, 1]
-    with derivative 1.
+    the border, cells are 0, or in a periodic automaton, the cells on the opposite side. perception_k and update are
+    layers of gates, as in `gate_layer`. A bit is an output of perception_k. The next state is clipped to [0, 1] with
+    derivative 1.
 
     Args:
       logits: a pair of lists with one array per layer: `(kernels, gates, parameters)` for perception, and

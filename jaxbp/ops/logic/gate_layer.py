@@ -259,7 +259,7 @@ def gate_layer(
     Args:
       logits: possibly in a wider dtype than x.
       x: numbers between 0 and 1.
-      parametrization: the meaning of the parameters.
+      parametrization: the meaning of the logits.
         "softmax": 16 logits, one per function.
         "input_wise": 4 numbers, one per row of the truth table, whose sigmoid is the gate's value in this row.
         "walsh": 4 weights of 1, A, B, and AB, where A = 2 a - 1 and B = 2 b - 1. The gate's value in a row of the truth
@@ -298,7 +298,7 @@ def gate_layer_backward(
         db = dy Σ_i p_i ∂op_i/∂b = dy (c2 + c3 a)
         dx_j = Σ da over the gates that read input j as their a + Σ db over the gates that read input j as their b
 
-    Only `dc = Σ_batch dy (1, a, b, ab)` is summed over the batch. Then `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with
+    Only `dc = Σ_batch dy (1, a, b, ab)` needs sums over the batch. Then `dlogits_i = p_i (u_i - Σ_j p_j u_j)` with
     `u = T dc`, where row i of T has the four coefficients of op_i.
     """
     op = "gate_layer_backward"

@@ -297,8 +297,7 @@ def logic_conv2d_or_pool2d_backward(
     """Gradients of `logic_conv2d_or_pool2d`: the result of `logic_conv2d_backward(dz, logits, wires, x)`, where dz has,
     in each window of the pool, dy at the position that `indices` gives, and 0 elsewhere.
 
-    `indices` come from `logic_conv2d_or_pool2d_with_indices`. Outside of a window, they give an undefined result. Other
-    arguments, results, and errors are as in `logic_conv2d_backward`.
+    `indices` come from `logic_conv2d_or_pool2d_with_indices`. An index outside of its window gives an undefined result.
     """
     op = "logic_conv2d_or_pool2d_backward"
     arguments = logits, x

@@ -1,4 +1,4 @@
-"""Batch normalization with the mean and variance of the batch, as in training, or with a given mean and variance."""
+"""Batch normalization with the mean and variance of the batch, or with given ones."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -128,7 +128,7 @@ def batch_norm(
       scale, bias: one value per channel; None for ones and zeros.
       running: running averages (mean, var), in any floating dtype, or None.
       use_running_average: whether to normalize with `running`, as in evaluation, and to leave it unchanged.
-      momentum: in [0, 1], the share of `running` in the new running averages.
+      momentum: in [0, 1].
       axis_name: mapped axes, as in `jax.lax.pmean`, over which the mean and variance are also computed.
       use_fast_variance: whether to compute the variance in one pass, as `mean(x²) - mean(x)²`, which loses digits if a
         channel's mean is far from zero.
@@ -136,7 +136,8 @@ def batch_norm(
     Returns:
       (y, mean, var). y has the promoted dtype of x, scale, and bias. Without `running`, mean and var are the batch's,
       in y's dtype, computed in float32 or wider, and differentiable. var is the mean of squared deviations. With
-      `running`, they are the new running averages, `momentum * running + (1 - momentum) * batch`, without gradient.
+      `running`, mean and var are the new running averages, `momentum * running + (1 - momentum) * batch`, without
+      gradient.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
@@ -186,7 +187,7 @@ def batch_norm_backward(
 
     with sums over the batch and the spatial axes.
 
-    Dtypes are as in `layer_norm_backward`.
+    Return (dx, dscale, dbias), with dtypes as in `layer_norm_backward`.
     """
     op = "batch_norm_backward"
     arguments = (x, x, x) if scale is None else (x, scale, scale)

@@ -1,4 +1,4 @@
-"""Losses that compare predictions with targets of the same shape, both floating.
+"""Losses that compare floating predictions with targets of the same shape.
 
 Other arguments raise a TypeError or a ValueError.
 """
@@ -276,9 +276,8 @@ def sigmoid_binary_cross_entropy(
     An infinite logit with the correct sign (inf for y = 1, -inf for y = 0) has the loss 0.
 
     Args:
-      logits: x.
       labels: y, in [0, 1], possibly integers or booleans.
-      pos_weight: w, the weight of positive labels: a number, an array that broadcasts to the logits, or None for 1.
+      pos_weight: w, the weight of positive labels: a number, an array that broadcasts to the logits x, or None for 1.
     """
     arrays = _with_pos_weight("sigmoid_binary_cross_entropy", pos_weight, logits=logits, labels=labels)
     op = _SIGMOID_BINARY_CROSS_ENTROPY if len(arrays) == 2 else _WEIGHTED_SIGMOID_BINARY_CROSS_ENTROPY
