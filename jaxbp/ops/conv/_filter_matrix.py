@@ -120,7 +120,7 @@ def banded_input_gradient(
 
 def _band(w, Q, W, window):
     """Return `band[(c, i, j), (k, r, s, q)] = w[k, c, i - r, j - (q * S + s)]`, 0 outside of the filter, and its number
-    of rows i. It maps dy at position (r, s) of window q to dx at row i and column j."""
+    of rows i. It maps dy at position (r, s) of window q to dx at (i, j)."""
     (K, C, F, G), (R, S) = w.shape, window
     height = F + R - 1
     i, j = np.arange(height)[:, None, None, None, None], np.arange(W)[None, :, None, None, None]

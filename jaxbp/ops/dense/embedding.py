@@ -40,7 +40,6 @@ def _residuals(indices, table, *, num_embeddings):
 
 
 def _tokens(dy, indices, num_embeddings):
-    """Return dy as (tokens, features), and each token's table row, or `num_embeddings` if there is none."""
     rows = indices.reshape(-1)
     rows = jnp.where(rows < 0, rows + num_embeddings, rows)
     rows = jnp.where((rows >= 0) & (rows < num_embeddings), rows, num_embeddings)

@@ -87,8 +87,8 @@ def _gradients(dy, saved, *, precision):
 
 
 # --------------------------------------------------------------------------------------------------------- the kernels
-# A wide row has one example's outputs of a hidden layer, then 1, then zeros up to the size that the tensor cores need.
-# dzᵀ times the wide rows has the columns of dw, then db.
+# A wide row has one example's outputs of a hidden layer, then 1, then zeros as padding for the tensor cores. dzᵀ times
+# the wide rows has the columns of dw, then db.
 
 
 class WideRows(NamedTuple):

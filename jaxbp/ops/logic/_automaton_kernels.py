@@ -99,7 +99,7 @@ def leave(state: Array, shape: tuple[int, ...]) -> Array:
 
 
 def enter_gradient(prepared: Prepared, dlast: Array) -> tuple[Array, Array]:
-    """Return the last state's gradient as a pair (dseen, dkept). No later tick reads this state, so dseen is 0."""
+    """Return (dseen, dkept) for the last state. dseen is 0, because no later tick reads this state."""
     sizes, spare = prepared.plan, prepared.plan.inputs.lanes
     return jnp.zeros(sizes.cells * sizes.neighbourhood + spare, jnp.float32), enter(dlast.astype(jnp.float32))
 

@@ -84,7 +84,7 @@ def _sum(a: Array) -> Array:
 
 
 def is_larger(value: Array, largest: Array) -> Array:
-    """Return whether `value` replaces the largest value so far. The first maximum, or first NaN, is kept."""
+    """Return whether `value` replaces `largest`, so that the first maximum, or first NaN, is kept."""
     return ~(value <= largest) & (largest == largest)
 
 

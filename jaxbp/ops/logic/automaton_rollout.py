@@ -260,7 +260,6 @@ def _time_options(op: str, steps: Any, fire_rate: Any, memory: Any) -> dict[str,
 
 
 def _draws(op: str, key: AnyKey | None, fire_rate: Any, rounding_rate: Any, steps: int | None) -> Draws | None:
-    """Return one key per tick and the rounding rate, or None if nothing is random."""
     rate, rounding = checks.number(op, "fire_rate", fire_rate, 0.0, 1.0), _rounding_rate(op, rounding_rate)
     if rate == 1.0 and rounding is None:
         return None

@@ -64,7 +64,7 @@ def _terms(dy, x, mean, rest):
 
 
 def _coefficients(dy_sum, deviation_sum, dys, count, scale, var, epsilon):
-    """Return ((a, b, c), dscale, dbias), given the sums of the two `_terms`, with `dx = a dy + b (x - mean) + c`."""
+    """Return ((a, b, c), dscale, dbias), where `dx = a dy + b (x - mean) + c`."""
     _, dmean, dvar = dys
     s = inverse_root(var, epsilon)
     dscale = deviation_sum * s

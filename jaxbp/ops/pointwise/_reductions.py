@@ -67,7 +67,7 @@ def _elementwise_gradient(formula, statistics, excluded):
 
 
 def _share(count):
-    """Return an element's weight in a mean. The mean of no elements has the gradient NaN."""
+    """The mean of no elements is NaN, and so is its gradient."""
     return 1.0 / count if count else math.inf
 
 

@@ -54,8 +54,7 @@ def _power_in_kernels(base, exponent):
 
 
 def _log_in_two(x):
-    """Return `ln x = n ln 2 + 2 atanh((m - 1) / (m + 1))` with `x = m 2ⁿ` and m near 1, as a sum of two float32
-    numbers."""
+    """Return `ln x = n ln 2 + 2 atanh((m - 1) / (m + 1))`, with `x = m 2ⁿ`, as a sum of two float32 numbers."""
     is_normal = (x >= float(jnp.finfo(jnp.float32).tiny)) & (x < jnp.inf)
     normal = jnp.where(is_normal, x, 1.0)
     power = _with_bits(normal, 0x7F800000)

@@ -256,10 +256,10 @@ def binary_cross_entropy(
 def binary_cross_entropy_backward(
     dy: AnyFloats, probabilities: AnyFloats, labels: AnyFloats, *, implementation: Implementation = None
 ) -> Gradients:
-    """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` with
-    respect to the labels y.
+    """Gradients of `binary_cross_entropy`: `dp = dy (p - y) / (p (1 - p))`, and `dy (ln(1 - p) - ln p)` with respect to
+    the labels y.
 
-    For y = 0, dp is dy times `1 / (1 - p)`, and for y = 1, dy times `-1 / p`, at any p.
+    At any p, dp is `dy / (1 - p)` for y = 0, and `-dy / p` for y = 1.
     """
     return _loss_backward(_BINARY_CROSS_ENTROPY.vjp, implementation, dy, probabilities=probabilities, labels=labels)
 
