@@ -15,8 +15,8 @@ from jax.lax import PrecisionLike
 
 _MAX_ELEMENTS = 1 << 22
 _MAX_POSITIONS_PER_TAP = 32
-"""Bounds the share of zeros: the input's positions per filter position (tap). Up to 2.6 million elements and 31
-positions per tap, the product was faster than cuDNN."""
+"""The input's positions per filter position (tap) determine the matrix's share of zeros. Up to 2.6 million elements and
+31 positions per tap, the product was faster than cuDNN."""
 
 
 def pays(w_shape: tuple[int, ...], input_size: tuple[int, int], output_size: tuple[int, int]) -> bool:

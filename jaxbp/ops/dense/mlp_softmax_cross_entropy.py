@@ -92,8 +92,8 @@ def _gradients(dy, saved, *, precision):
 
 
 class WideRows(NamedTuple):
-    """Residuals that the kernel saves, as in `Rows`, but with wide rows of `hidden`. Zeros pad the batch to a multiple
-    of `LANES`."""
+    """Residuals as in `Rows`, but in each row of `hidden`, 1 and zeros follow the outputs. Zeros pad the batch to a
+    multiple of `LANES`."""
 
     # If the padding were not zeros, sums over examples could multiply infinity by 0.
 

@@ -310,8 +310,8 @@ def softmax(
 ) -> Floats:
     """Softmax, `yᵢ = exp(xᵢ) / Σⱼ exp(xⱼ)`, with the sum over `axis`: one axis, several axes, or None for all axes.
 
-    No exponential overflows. The boolean array `where` broadcasts to x. The sum omits elements where it is False. Their
-    y and gradient are 0, even if their x is NaN.
+    No exponential overflows. The boolean array `where` broadcasts to x. Elements where it is False are left out of the
+    sum, and have y and gradient 0, even if they are NaN.
     """
     x, where, axis = _check("softmax", axis, where, x=x)
     return _SOFTMAX(x, where, implementation=implementation, axis=axis)

@@ -92,8 +92,8 @@ def dropout_backward(
     *,
     implementation: Implementation = None,
 ) -> Floats:
-    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0: `dropout(dy, key, rate,
-    broadcast_dims)`."""
+    """Gradient of `dropout`: `dx = dy / (1 - rate)` where x was kept, else 0. This is
+    `dropout(dy, key, rate, broadcast_dims)`."""
     arrays, options = _check("dropout_backward", "dy", dy, key, rate, broadcast_dims)
     # The forward is linear in x, so `vjp` gets dy in place of x.
     gradients = _DROPOUT.vjp(arrays[0], *arrays, **options, implementation=implementation)

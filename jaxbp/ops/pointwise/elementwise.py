@@ -98,7 +98,7 @@ def cos_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 def clip(
     arr: AnyFloats, min: float | None = None, max: float | None = None, *, implementation: Implementation = None
 ) -> Floats:
-    """Clip to bounds, `y = min(max(arr, lower), upper)`. The argument `min` is lower, and `max` is upper; None for no
+    """Clip to bounds, `y = min(max(arr, lower), upper)`. The arguments `min` and `max` are lower and upper; None for no
     bound. NaN stays NaN. A lower bound above upper raises a ValueError."""
     return _CLIP.of(implementation, {"arr": arr}, **_bounds("clip", min, max))
 
