@@ -132,7 +132,7 @@ def matmul(
 ) -> Float[Array, "*batch rows columns"]:
     """Matrix product, `yᵢⱼ = Σₖ aᵢₖ bₖⱼ`, for each index of the batch axes, which broadcast.
 
-    A vector a is treated as a row, and a vector b as a column. The result has no axis for that row or column.
+    A vector a is treated as a row, and a vector b as a column.
     """
     return _product_of(_MATMUL, implementation, precision, a=a, b=b)
 
@@ -158,7 +158,7 @@ def dot(
 ) -> Float[Array, "*rows_and_columns"]:
     """Inner product, `y = Σₖ a[..., k] b[..., k, :]`, of every row of a with every column of b.
 
-    For two vectors, y is a number. Unlike in `matmul`, batch axes do not broadcast against each other.
+    Unlike in `matmul`, batch axes do not broadcast against each other.
     """
     return _product_of(_DOT, implementation, precision, a=a, b=b)
 
@@ -202,10 +202,7 @@ def outer_backward(
 def transpose(
     a: Float[AnyArray, "*shape"], axes: Sequence[int] | None = None, *, implementation: Implementation = None
 ) -> Float[Array, "*permuted"]:
-    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed.
-
-    `implementation="pallas"` uses XLA's transpose.
-    """
+    """Permutation of the axes, `y.shape[i] = a.shape[axes[i]]`. By default, the order of the axes is reversed."""
     (a,) = checks.floating("transpose", a=a)
     return _TRANSPOSE(a, axes=_order("transpose", axes, a.ndim), shape=a.shape, implementation=implementation)
 

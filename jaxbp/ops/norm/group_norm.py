@@ -92,8 +92,7 @@ def group_norm(
     """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
     over the channels of a group and the spatial axes.
 
-    One group gives a LayerNorm over all axes but the first, and one group per channel an instance normalization. If
-    squares of a group's elements overflow, the group's y is NaN.
+    If squares of a group's elements overflow, the group's y is NaN.
 
     Args:
       scale, bias: one value per channel; None for ones and zeros.

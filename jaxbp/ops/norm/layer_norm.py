@@ -197,7 +197,7 @@ def layer_norm(
 
     Args:
       scale, bias: one value per element of a row; None for ones and zeros.
-      eps: at least 0. With eps > 0, y is `bias` for a row of equal elements.
+      eps: at least 0.
       axis: the last axis, or several last axes, which form one row.
 
     Returns:

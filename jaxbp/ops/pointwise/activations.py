@@ -172,7 +172,7 @@ def sigmoid(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
 
 
 def sigmoid_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`, computed as `dy σ(x) σ(-x)`."""
+    """Gradient of `sigmoid`: `dx = dy σ(x) (1 - σ(x))`."""
     return _SIGMOID.backward_of(implementation, dy, {"x": x})
 
 

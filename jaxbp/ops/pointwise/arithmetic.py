@@ -180,17 +180,17 @@ def multiply_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implemen
 
 
 def divide(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Quotient, `y = x1 / x2`. Where x2 is 0, y is infinite, or NaN if x1 is 0, too."""
+    """Quotient, `y = x1 / x2`."""
     return _DIVIDE.of(implementation, _operands(x1, x2))
 
 
 def divide_backward(dy: AnyFloats, x1: X1, x2: X2, *, implementation: Implementation = None) -> Gradients:
-    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`. Where x2 is 0, dx1 and dx2 are infinite or NaN."""
+    """Gradients of `divide`: `dx1 = dy / x2`, `dx2 = -dy x1 / x2²`."""
     return _DIVIDE.backward_of(implementation, dy, _operands(x1, x2))
 
 
 def power(x1: X1, x2: X2, *, implementation: Implementation = None) -> Floats:
-    """Power, `y = x1 ** x2`. `0 ** 0` is 1. A negative number to a non-integer power is NaN."""
+    """Power, `y = x1 ** x2`. `0 ** 0` is 1."""
     return _POWER.of(implementation, _operands(x1, x2))
 
 

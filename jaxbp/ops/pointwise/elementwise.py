@@ -46,22 +46,22 @@ def exp_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation 
 
 
 def log(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Natural logarithm, `y = ln x`. y is -inf at x = 0, and NaN for x < 0."""
+    """Natural logarithm, `y = ln x`."""
     return _LOG.of(implementation, {"x": x})
 
 
 def log_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `log`: `dx = dy / x`, which is infinite at x = 0."""
+    """Gradient of `log`: `dx = dy / x`."""
     return _LOG.backward_of(implementation, dy, {"x": x})
 
 
 def sqrt(x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Square root, `y = √x`. y is NaN for x < 0."""
+    """Square root, `y = √x`."""
     return _SQRT.of(implementation, {"x": x})
 
 
 def sqrt_backward(dy: AnyFloats, x: AnyFloats, *, implementation: Implementation = None) -> Floats:
-    """Gradient of `sqrt`: `dx = dy / (2 √x)`, which is infinite at x = 0."""
+    """Gradient of `sqrt`: `dx = dy / (2 √x)`."""
     return _SQRT.backward_of(implementation, dy, {"x": x})
 
 

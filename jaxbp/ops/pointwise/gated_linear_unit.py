@@ -79,7 +79,7 @@ def gated_linear_unit(
         "sigmoid" for GLU.
 
     Raises:
-      TypeError, ValueError: an argument is invalid, or the shapes differ.
+      TypeError, ValueError: an argument is invalid.
 
     Source: N. Shazeer, "GLU variants improve transformer", arXiv:2002.05202.
     """
