@@ -92,7 +92,8 @@ def group_norm(
     """Group normalization, `y = scale (x - mean) / √(var + epsilon) + bias`, with the mean and variance of each example
     over the channels of a group and the spatial axes.
 
-    If squares of a group's elements overflow, the group's y is NaN.
+    With one group per channel, this is instance normalization. If squares of a group's elements overflow, the group's y
+    is NaN.
 
     Args:
       scale, bias: one value per channel; None for ones and zeros.
