@@ -16,9 +16,8 @@ CENTRE = 4
 WORD = 64
 """The number of cells of a row in one word."""
 
-# In the C source, a border row is above and below the rows of a grid, and one border word follows the words of each
-# row. Bit 63 of a border word is the cell before the next row's first cell. The bit after a row's last cell is this
-# cell's right neighbor. A compiler vectorizes only if arrays do not overlap, so a block's results have their own array.
+# In the C source, a grid has one border row above and one below, and one border word after each row. Bit 63 of a border
+# word is the left neighbor of the next row's first cell. The bit after a row's last cell is its right neighbor.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -148,13 +147,13 @@ endmodule
 
 
 class CellularCircuit:
-    """A grid of cells that all run one circuit, which reads a cell and its eight neighbors.
+    """A grid of any size whose cells all run one circuit. The circuit reads a cell and its eight neighbors.
 
     Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
-    The circuit's outputs are the channels of the cell's next state. A grid may have any height and width.
+    The circuit's outputs are the channels of the cell's next state.
 
     Args:
-      periodic: whether the grid's opposite edges are neighbors. Otherwise, cells outside the grid are 0.
+      periodic: whether opposite edges are neighbors. If not, cells outside the grid are 0.
 
     Raises:
       ValueError: there are no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
@@ -176,9 +175,9 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with only the gates that affect the first `visible` channels, at once or at a later tick.
+        """Return an automaton with only the gates that affect the first `visible` channels, now or at a later tick.
 
-        A channel that never affects these channels keeps its state.
+        A channel that never affects the visible channels keeps its state.
 
         Raises:
           ValueError: visible is not from 1 to the number of channels.
@@ -204,7 +203,7 @@ class CellularCircuit:
         state: Bool[np.ndarray, "batch height width channels"],
         fires: Bool[np.ndarray, "batch height width"] | None = None,
     ) -> Bool[np.ndarray, "batch height width channels"]:
-        """Return the state after one tick. Only cells where `fires` is true update; by default, all cells update.
+        """Return the state after one tick. Only cells where `fires` is true update; None updates all cells.
 
         Raises:
           ValueError: the state or `fires` is not boolean or has a wrong shape.
@@ -230,8 +229,8 @@ class CellularCircuit:
         """Return the state after `ticks` ticks. At each tick, each cell updates with probability `fire_rate`.
 
         Raises:
-          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not a
-            probability; or it is below 1 and there is no seed.
+          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not in [0, 1];
+            or the fire rate is below 1 and there is no seed.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -281,9 +280,8 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place. Bit j of word w in a row is cell
-        64 w + j. For grid i of a batch, `pack_grid(state)[:, i]` has this layout. The function returns 0, or 1 if there
-        is no memory.
+        The function advances `state[channels][height][(width + 63) / 64]` in place. For grid i of a batch,
+        `pack_grid(state)[:, i]` has this layout. The function returns 0, or 1 if there is no memory.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -319,7 +317,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack 64 neighboring cells of a row into one word, the first cell in the lowest bit. Unused bits are 0."""
+    """Pack 64 cells of a row into one word: bit j of word w is cell 64 w + j. Unused bits are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -327,10 +325,10 @@ def pack_grid(
 
 
 def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width: int) -> np.ndarray:
-    """Return the state that `pack_grid` packed into `words`, with `width` columns: `(batch, height, width, channels)`.
+    """Return the state `(batch, height, width, channels)` that `pack_grid` packed into `words`.
 
     Raises:
-      ValueError: the width is below 0, or exceeds the number of bits in the words of one row.
+      ValueError: the width is below 0 or above the number of bits per row.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
         wanted = f"at most {WORD * words.shape[-1]}, the number of bits in the words of one row"
@@ -340,7 +338,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of each cell's circuit, packed like the state x, `(9 * channels, batch, height, words)`."""
+    """Return the inputs of the cells' circuits, packed like x: `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

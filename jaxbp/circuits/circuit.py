@@ -1,7 +1,4 @@
-"""Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog.
-
-A hardened gate computes `c0 + c1 a + c2 b + c3 ab` modulo 2, where a sum is "exclusive or" and a product is "and".
-"""
+"""Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -23,8 +20,7 @@ WORD_BITS = 32
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
-    """Pack the samples of each feature into words. Bit k of word w is sample 32 w + k. The last word is padded with
-    zeros.
+    """Pack the samples of each feature into words: bit k of word w is sample 32 w + k. Unused bits are 0.
 
     Raises:
       ValueError: the bits are not a matrix, or not all 0 or 1.
@@ -74,16 +70,15 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
     """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
 
-    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. The result is a NumPy array if x is a
-    NumPy array, else a JAX array.
+    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. A NumPy array x gives a NumPy array.
     """
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Return the outputs of gates for their inputs a and b, which are words.
+    """Return the outputs of hardened gates for words a and b. The axes of `gates` are the leading axes of a and b.
 
-    `gates` has the number of each gate's function. Its axes are the leading axes of a, b, and the result.
+    A gate computes `c0 + c1 a + c2 b + c3 ab` modulo 2, with the row of `COEFFICIENTS` of the gate's function.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
@@ -103,13 +98,13 @@ def gate_numbers(layer: str, gates: ArrayLike, *shape: int) -> UInt8[np.ndarray,
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Circuit(ByContent):
-    """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions (NumPy), and its wires."""
+    """Layers of hardened gates. Each layer is a pair: the numbers of its gates' functions, and its wires."""
 
     layers: Sequence[tuple[UInt8[np.ndarray, "gates"], Wires]]
 
     @classmethod
     def of(cls, layers: Iterable[tuple[ArrayLike, Wires]]) -> "Circuit":
-        """Make a circuit from the pair `(gates, wires)` of each layer, with `gates` as `jaxbp.harden` returns it.
+        """Make a circuit from one pair `(gates, wires)` per layer, with `gates` as `jaxbp.harden` returns it.
 
         Raises:
           ValueError: there are no layers; a gate's function is not from 0 to 15; or sizes do not match.
@@ -141,11 +136,10 @@ class Circuit(ByContent):
         return self.layers[-1][1].gates
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed. Works within `jax.jit`, too."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -160,14 +154,13 @@ class Circuit(ByContent):
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
         Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y has the same layout. The function returns 0, or
-        1 if there is no memory. It processes blocks of 16 words, so fewer than 16 words take as long as 16.
+        1 if there is no memory. Fewer than 16 words take as long as 16.
 
         Args:
-          classes: the number of classes. The outputs are divided into one group of equal size per class. A sample's
-            class is the group with the most outputs that are 1; in a tie, the first such group. With `classes`, the
-            source has two more functions. `int name_classify_words(size_t words, const uint32_t *x, int *classes)`
-            computes the class of each sample. `int name_classify(const uint8_t *bits)` returns the class of one sample,
-            or -1 if there is no memory.
+          classes: the number of classes. The outputs form one group of equal size per class. A sample's class is the
+            group with the most ones; in a tie, the first such group. With `classes`, the source has two more functions.
+            `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
+            `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if there is no memory.
         """
         check_c("Circuit", name, classes, self.outputs)
         tables, rows, source, target = [], max(self.inputs, *(wires.gates for _, wires in self.layers)), 0, 1

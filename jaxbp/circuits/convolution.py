@@ -26,13 +26,13 @@ OR = 7
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Convolution(ByContent):
-    """A convolution of hardened kernels, which are trees of gates, followed by an or-pool.
+    """A convolution whose kernels are trees of hardened gates, followed by an or-pool.
 
-    For a window of positions, the or-pool returns 1 if the kernel returns 1 at one or more of the positions.
+    The or-pool returns 1 for a window if the kernel returns 1 at any position of the window.
 
     Attributes:
-      gates: for each kernel, the numbers of its gates' functions, level by level, with the root last.
-      shape: channels, height and width of the images.
+      gates: the numbers of the gates' functions, level by level, with the root last.
+      shape: channels, height, and width of the images.
       padding: the numbers of zeros before and after the rows, and before and after the columns.
       pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
     """
@@ -56,17 +56,17 @@ class Convolution(ByContent):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distances, in rows and in columns of the image, between neighboring windows of the pool."""
+        """The distance between neighboring windows of the pool, in rows and in columns of the image."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offset `(rows, columns)` in the image of each position in a pool window from its first position."""
+        """The offset `(rows, columns)` in the image of each position in a pool window from the first position."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates if each position has a copy of the kernels, plus the gates of the pools."""
+        """The number of gates with one copy of the kernels per position, and with the gates of the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
@@ -81,10 +81,9 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return the output of each kernel's root, `(kernels, ...)`, given the values of its leaves,
-        `(kernels, leaves, ...)`.
+        """Return each kernel's output. `values` has the inputs of the trees, `(kernels, leaves, ...)`.
 
-        `of_gates(functions, a, b)` returns the outputs of gates, given the numbers of their functions and their inputs.
+        `of_gates(functions, a, b)` returns the outputs of gates.
         """
         first = 0
         while (count := values.shape[1] // 2) > 0:
@@ -93,11 +92,10 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the chosen elements of each window of the padded image x.
+        """Return chosen elements of each window of the padded image x, one array per position in a pool window.
 
-        `places` has three arrays of one shape: the channels, rows, and columns of the chosen elements within a window.
-        The result has one array `(*shape, rows, columns, ...)` per position in a window of the pool. Its axes `rows`
-        and `columns` are the axes of the pooled image.
+        `places` has the channels, rows, and columns of the elements within a window. The arrays have the shape
+        `(*shape of places, rows, columns, ...)`, with the rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -110,9 +108,9 @@ class Convolution(ByContent):
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add to `gates` one copy of `kernels` per position of the convolution, and the gates of the or-pool.
+        """Add one copy of `kernels` per position, and the or-pool, to `gates`.
 
-        x has the source (see `Netlist`) of each bit of the image. Return the source of each bit of the pooled image.
+        x has the source (see `Netlist`) of each bit of the image. Return the sources of the pooled image.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

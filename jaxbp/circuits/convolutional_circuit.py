@@ -26,8 +26,7 @@ WORDS_AT_A_TIME = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvolutionalCircuit(ByContent):
-    """Convolutions of hardened gates, followed by layers of gates. The layers form the circuit `head`, which may be
-    None.
+    """Convolutions of hardened gates, followed by the layers of the circuit `head`, or by no layers if it is None.
 
     Images `(channels, height, width)` are flattened in row-major order.
     """
@@ -47,8 +46,8 @@ class ConvolutionalCircuit(ByContent):
         Args:
           shape: channels, height, and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)` as `jaxbp.harden` returns them, the wires,
-            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. Without `pool`, there is
-            no pool.
+            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. By default, there is no
+            pool.
           layers: as in `jaxbp.Circuit.of`.
 
         Raises:
@@ -109,13 +108,12 @@ class ConvolutionalCircuit(ByContent):
     def histogram(self) -> np.ndarray:
         """Return the number of gates with each function in each convolution and layer, `(layers, 16)`.
 
-        A convolution's gates count once, not once per position.
+        As in `gates`, a convolution's gates count once.
         """
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
     def __call__(self, bits: Bool[np.ndarray, "samples channels height width"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         bits = np.asarray(bits)
         if bits.shape[1:] != self.shape:
             wanted = ", ".join(map(str, self.shape))
@@ -128,7 +126,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed. Works within `jax.jit`, too."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -149,7 +147,7 @@ class ConvolutionalCircuit(ByContent):
     def netlist(self) -> Netlist:
         """Return one netlist: one copy of the simplified kernels per position, the pools, and the simplified layers.
 
-        `Netlist.simplify` of the result simplifies further, but takes long for many gates.
+        `Netlist.simplify` finds more, but takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
@@ -160,8 +158,8 @@ class ConvolutionalCircuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        The layout of x and y, the functions for `classes`, and the return values are as in `Circuit.to_c`. The source
-        has each simplified kernel once, in a loop over the windows of the pool.
+        Layouts, return values, and `classes` are as in `Circuit.to_c`. The source has each simplified kernel once, in a
+        loop over the windows of the pool.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
@@ -192,9 +190,9 @@ class ConvolutionalCircuit(ByContent):
         Each convolution is a separate module. The layers are one module, or one per layer if pipelined.
 
         Args:
-          pipelined: whether to put registers after every convolution with its pool and after every layer. The module
-            then has an `input clock` and takes a new x at each rising edge. Counting the edge that takes x, the result
-            y appears after one edge per convolution and layer. Otherwise, the module is combinational.
+          pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
+            `input clock` and takes a new x at each rising edge. Counting the edge that takes x, y appears after one
+            edge per convolution and layer. If not pipelined, the module is combinational.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -226,9 +224,9 @@ class _Image(NamedTuple):
     """The memory of an image in the C code. Each row of memory holds one element of the image for a block of samples.
 
     Attributes:
-      first: the image's first row of memory.
-      shape: the image's shape with padding.
-      corner: the numbers of padded rows above the image and of padded columns to its left.
+      first: the first row of memory.
+      shape: the shape with padding.
+      corner: the numbers of padded rows above and of padded columns to the left.
     """
 
     first: int
@@ -236,7 +234,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the row of memory, counted from `first`, of each element of the image. `shape` excludes padding."""
+        """Return the row of each element of the image, counted from `first`. `shape` excludes padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 
@@ -264,7 +262,7 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return the C function of the i-th convolution. It reads the image `source` and writes the pooled `target`."""
+    """Return a C function that reads the image `source` and writes the pooled image `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]

@@ -39,7 +39,7 @@ class Netlist(ByContent):
       gates: the function of each gate, 0 to 15.
       a, b: the sources that each gate reads.
       results: the source of each output.
-      groups: the range `(begin, end)` of indices of each group of gates with the same depth and function.
+      groups: the range `(begin, end)` of each group of gates with equal depth and function.
     """
 
     inputs: int
@@ -80,8 +80,7 @@ class Netlist(ByContent):
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Make a netlist with the gates sorted by the arrays `keys`, as in `np.lexsort`. Gates with equal keys form a
-        group."""
+        """Make a netlist with gates sorted and grouped by the arrays `keys`, as in `np.lexsort`."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -98,7 +97,6 @@ class Netlist(ByContent):
 
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
-        """Make a netlist from a circuit."""
         listed = GateList(circuit.inputs)
         sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
@@ -113,14 +111,10 @@ class Netlist(ByContent):
         return self.gates.size
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
-        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs for packed samples. The words may have any unsigned type.
-
-        The result is a NumPy array if x is a NumPy array, else a JAX array.
-        """
+        """Return the outputs for samples packed in words of any unsigned dtype. NumPy's arrays give NumPy's arrays."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -145,8 +139,8 @@ class Netlist(ByContent):
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same function with fewer gates.
 
-        - Constants, pass-throughs, and inverters become part of the gates that read them. If gate h reads gate g, and
-          the value of h depends only on the two sources of g, then h reads these sources directly.
+        - Constants, pass-throughs, and inverters become part of the gates that read them. If gate h reads gate g, and h
+          depends only on the two sources of g, then h reads these sources directly.
         - Equal gates become one gate. Two gates are equal if they have the same function and sources, up to an
           inversion and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
         - Gates on which no output depends are removed.
@@ -171,8 +165,7 @@ class Netlist(ByContent):
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return one expression per gate. `names` has the name of each source, and `zero` and `one` are the two
-        constants."""
+        """Return one expression per gate. `names` has the names of the sources."""
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
@@ -181,16 +174,16 @@ class Netlist(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        The C functions, their return values, and `classes` are as in `Circuit.to_c`.
+        Layouts, return values, and `classes` are as in `Circuit.to_c`.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` per group of gates, the row of memory of each output, and the number of rows.
+        """Return one `Table` per group of gates, each output's row of memory, and the number of rows.
 
-        The inputs begin at row `first`. The rows of the outputs are counted from row `first`.
+        The inputs begin at row `first`. The outputs' rows are counted from it.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -202,10 +195,9 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Return the netlist with its gates sorted by the first block of outputs that depends on a gate, and then by
-        group.
+        """Sort the gates by the first block of outputs that depends on them, then by group.
 
-        The outputs are divided into blocks so that the values of one block's gates should fit into the CPU's cache.
+        The values of one block's gates should fit into the CPU's cache.
         """
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
@@ -227,8 +219,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return the row of memory of each source, and the number of rows. A row is reused after the last gate that
-        reads it."""
+        """Return each source's row of memory, and the number of rows. Rows are reused after the last read."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -253,9 +244,9 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with the functions `gates` that read the sources a and b. The three arrays broadcast.
+        """Add gates with the functions `gates` and the sources a and b. Return the gates' numbers as sources.
 
-        Return the new gates' numbers as sources (see `Netlist`).
+        The three arrays broadcast.
         """
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
@@ -263,10 +254,9 @@ class GateList:
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per index of the axes `places`.
+        """Add one copy of a netlist's gates per index of the axes `places`. Each copy reads the sources `inputs`.
 
-        `inputs` has the sources that each copy reads. Return the sources that are the copies' outputs,
-        `(*places, outputs)`.
+        Return the sources of the copies' outputs, `(*places, outputs)`.
         """
         places = inputs.shape[:-1]
         new = self.sources + np.arange(math.prod(places) * len(netlist)).reshape(*places, len(netlist))
@@ -282,15 +272,15 @@ class GateList:
 class _Builder:
     """Builds a simplified netlist from gates in a normal form.
 
-    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. A literal is a number
-    for a node or its inversion. `2 node` is the node, and `2 node + 1` is the inversion. A gate in normal form reads
-    two nodes, the lower number first. It depends on both nodes, and is 0 if both nodes are 0.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. The literal `2 node`
+    is the node, and the literal `2 node + 1` is its inversion. A gate in normal form depends on both nodes that it
+    reads, has the lower node first, and is 0 if both nodes are 0.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> its function and the two nodes that it reads
-        # The leaves of each node, which are nodes, and its truth table. A node with too many leaves is its only leaf.
+        # The variables (leaves) of each node's truth table, and the table. Above the limit, a node is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -298,8 +288,7 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return a literal that equals `function` of the literals a and b. Add a gate if no node and no inversion
-        equals it."""
+        """Return a literal that equals `function` of the literals a and b. Add a gate if there is none."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace both nodes, or one, by the nodes that they read, if at most two nodes remain.
@@ -322,7 +311,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return the truth table, from 0 to 15, of a literal as a function of the nodes `first` and `second`."""
+        """Return a literal's truth table, from 0 to 15, in the nodes `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -339,10 +328,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's leaves and its truth table, or None if there are more than `TABULATED_LEAVES` leaves.
-
-        The leaves are the nodes that are the variables of the truth table.
-        """
+        """Return the variables (leaves) and the truth table of a gate, or None if there are too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -358,8 +344,7 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with one output per literal. A gate becomes its inversion if only the inversion is an
-        output."""
+        """Return a netlist with one output per literal. A gate becomes its inversion if only that is an output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

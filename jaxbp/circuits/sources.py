@@ -70,7 +70,7 @@ scalbln scalbn signbit significand sin sincos sinh sqrt tan tanh tgamma trunc y0
 """
 _OF_KINDS = [word + kind for word in _C_MATHS.split() for kind in ("", "f", "l")]
 C_WORDS = frozenset([*_C.split(), *_C_LIBRARY.split(), *_OF_KINDS])
-"""Keywords of C, built-in functions of compilers, and names that the included headers declare."""
+"""Keywords, compilers' built-in functions, and names that the included headers declare."""
 _C_RESERVED = re.compile(r"_[A-Z_]\w*|\w+_t|(U?INT|PTRDIFF|SIG_ATOMIC|SIZE|WCHAR|WINT)\w*_(C|MAX|MIN)", re.ASCII)
 """Names that C and POSIX reserve."""
 _VERILOG = """
@@ -97,7 +97,6 @@ VERILOG_WORDS = frozenset(_VERILOG.split())
 
 
 def check_name(op: str, name: str, words: frozenset[str]) -> None:
-    """Require an identifier that is not in `words`. With `C_WORDS`, also refuse reserved forms such as `x_t`."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(
             f"{op}: name is {name!r}; wants ASCII letters, digits, and underscores, not beginning with a digit"
@@ -117,7 +116,7 @@ def check_verilog(op: str, name: str) -> None:
     check_name(op, name, VERILOG_WORDS)
 
 
-# The C code computes a gate for one block of words at a time, so that it reads the gate's rows once per block.
+# The C code computes a gate for a block of words at a time, and reads the gate's table entry once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -173,7 +172,7 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# The outputs of a class are summed for a block of samples at once. Plane p has bit p of each sample's sum.
+# The outputs of a class are summed for a block of samples. Plane p has bit p of each sample's sum.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {
@@ -250,12 +249,11 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function. No gate reads another gate of the table.
 
-    A row is memory for one value, such as a gate's result, in each sample of a block.
+    The C code keeps the result of a gate, for a block of samples, in one row of memory.
 
     Attributes:
-      function: the number of the function, from 0 to 15.
-      gates: three rows per gate, `(gates, 3)`. The row of the gate's result is counted from row `writes`, and the rows
-        of its two sources are counted from row `reads`.
+      gates: for each gate, the row of its result, counted from row `writes`, and the rows of its two inputs, counted
+        from row `reads`: `(gates, 3)`.
     """
 
     function: int
@@ -283,12 +281,11 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, with one loop per table.
+    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` describes it.
 
     Args:
-      rows: the number of rows of memory (see `Table`). The first rows hold the inputs, and the others are initially 0.
+      rows: the number of rows of memory (see `Table`). The first rows hold the inputs. The others are initially 0.
       outputs: the row of each output, counted from row `last`.
-      classes: as in `Circuit.to_c`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

@@ -16,7 +16,7 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell reads: itself and its eight neighbors, in row-major order."""
+"""The number of cells that a cell reads: itself and its eight neighbors."""
 CENTRE = 4
 
 
@@ -32,13 +32,13 @@ class Automaton(ByContent):
     - Update: one circuit that reads the cell's channels, then the numbers from perception in the order channel, bit,
       kernel. It returns the cell's next channels.
 
-    Make an automaton by `create` or `from_wires`. An automaton is a pytree, which jitted functions may also close over.
+    Make an automaton by `create` or `from_wires`. It is a pytree. Jitted functions may close over it.
 
     Attributes:
       perception, update: the wires of each layer. The first perception layer reads the nine cells in row-major order.
-      order: an array of two rows. Row 0 lists the gates of each update layer, in an order in which neighboring lanes of
-        a GPU kernel read different banks of shared memory. Row 1 has the position of each gate in this order.
-      periodic: whether opposite borders of the grid meet. Otherwise, cells outside of the grid are zero.
+      order: row 0 lists the gates of each update layer so that neighboring lanes of a GPU kernel read different banks
+        of shared memory. Row 1 has the position of each gate in this order.
+      periodic: whether opposite borders of the grid meet. If not, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
     """
@@ -57,7 +57,7 @@ class Automaton(ByContent):
 
     @property
     def orders(self) -> list[Int[Array, "2 gates"]]:
-        """One array per update layer: the columns of `order` for the layer's gates."""
+        """The columns of `order` for each update layer."""
         ends = list(itertools.accumulate((w.gates for w in self.update), initial=0))
         return [self.order[:, first:end] for first, end in itertools.pairwise(ends)]
 
@@ -80,8 +80,8 @@ class Automaton(ByContent):
         elsewhere.
 
         Args:
-          perception_widths: the number of gates in each layer of a perception circuit. The first number is 8.
-          update_widths: the number of gates in each update layer. The last number is `channels`.
+          perception_widths: the number of gates in each layer of a perception circuit, with 8 as the first number.
+          update_widths: the number of gates in each update layer, with `channels` as the last number.
 
         Raises:
           ValueError: an argument is below 1, a width is wrong, or `Wires.unique` cannot make a layer.
@@ -155,10 +155,10 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """For each number from perception, return the row of a kernel's memory that holds this number.
+    """Return the row of a kernel's memory that holds each number from perception.
 
-    The numbers are in the order (channel, bit, kernel), in which the first update layer reads them. The rows are in the
-    order (bit, kernel, channel), and are counted from 0.
+    The first update layer reads the numbers in the order (channel, bit, kernel). The kernel keeps them in the order
+    (bit, kernel, channel).
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
@@ -169,8 +169,8 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # A row's bank of shared memory depends on the row modulo `OCTET`. As in the kernel, each layer begins at a
-        # multiple of `OCTET`, and the rows of the last perception layer come after the inputs.
+        # A row's bank depends on the row modulo `OCTET`. The kernel keeps the inputs first, then the last perception
+        # layer, which begins at a multiple of `OCTET`.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -1,8 +1,7 @@
-"""Two-input logic gates, their relaxation to real numbers, and their parameters.
+"""Two-input logic gates, their relaxation to real numbers, and their parameters (docs/logic_gates.md).
 
-A gate computes one of 16 functions of two bits a and b, numbered from 0 to 15. In binary, the number is the function's
-truth table: from the highest bit, the values at (a, b) = (0, 0), (0, 1), (1, 0) and (1, 1). A relaxed gate computes
-`y = c0 + c1 a + c2 b + c3 ab`. See docs/logic_gates.md.
+The number of a gate's function, in binary, is its truth table: from the highest bit, the values at (a, b) = (0, 0),
+(0, 1), (1, 0) and (1, 1). A relaxed gate computes `c0 + c1 a + c2 b + c3 ab`.
 """
 
 import functools
@@ -33,11 +32,11 @@ INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0
 """A matrix with `truth_table @ INTERPOLATION = (c0, c1, c2, c3)`."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""1, A, B, and AB in each row of the truth table, with `A = 2 a - 1` and `B = 2 b - 1`."""
+"""1, A, B, and AB in each row of the truth table, with A = 2a - 1 and B = 2b - 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
 """The matrix M of each parametrization. A gate's truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
-"""A number added to probabilities so that their logarithm is finite. Its products with gradients are not subnormal."""
+"""Keeps the logarithms of probabilities finite. Its products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
@@ -57,32 +56,25 @@ def softmax(logits: Array) -> Array:
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return the gradient `p (u - Σ p u)` with respect to the logits, with `u = COEFFICIENTS dc`.
-
-    Here `p = softmax(logits)`, and dc is the cotangent of the coefficients.
-    """
+    """Return the gradient `p (u - Σ p u)` with respect to the logits. Here p is their softmax, and `u = COEFFICIENTS dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # If one probability is nearly 1, `Σ p u` is nearly the u of the most probable function, and `u - Σ p u` would lose
-    # its digits. This function's u is therefore subtracted first, which does not change the difference.
+    # The u of the most probable function is subtracted first. Otherwise, `u - Σ p u` would lose its digits if one
+    # probability is nearly 1.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `sigmoid(M parameters) INTERPOLATION`: `(gates, 4) -> (gates, 4)`.
-
-    `BASES` has the matrix M of each parametrization.
-    """
+    """Return the coefficients c0 to c3 of each gate, `sigmoid(BASES parameters) INTERPOLATION`, `(gates, 4)`."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return the gradient with respect to the parameters, `Σ_k r_k (1 - r_k) dr_k v_k`.
+    """Return the gradient with respect to the parameters, `Σ_k r_k (1 - r_k) dr_k v_k`, with `dr = INTERPOLATION dc`.
 
-    Here r_k is the value of row k of the truth table, v_k is row k of the matrix in `BASES`, and
-    `dr = INTERPOLATION dc`, with the cotangent dc of the coefficients.
+    Here r_k is row k of the truth table, and v_k is row k of the matrix in `BASES`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -113,9 +105,9 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for the parametrization "softmax", the logit of the function a; the other logits are 0. The
-        default, 5, gives this function a probability of 0.91. For the other parametrizations, each row of the truth
-        table is the sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
+      residual_logit: for `parametrization="softmax"`, the logit of the function a, while the other logits are 0. The
+        default, 5, gives this function a probability of 0.91. For other parametrizations, each row of the truth table
+        is the sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -138,13 +130,12 @@ def harden(
 ) -> UInt8[Array, "*kernels gates"]:
     """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
-    With the parametrizations "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5
-    becomes 0.
+    For the parametrizations "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5 to 0.
 
     Raises:
       TypeError: the logits are not floating.
-      ValueError: the parametrization is unknown; the logits have a wrong shape; or a logit is NaN. NaN is detected only
-        outside of `jax.jit`.
+      ValueError: the parametrization is unknown; the logits have a wrong shape; or, outside of `jax.jit`, a logit is
+        NaN.
     """
     (logits,) = checks.floating("harden", logits=logits)
     check_parameters("harden", logits, "gates", parametrization, kernels=logits.shape[:-2])
@@ -170,10 +161,7 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates whose functions have the numbers `gates`. This function inverts `harden`.
-
-    For inputs 0 and 1, the gates compute these functions exactly.
-    """
+    """Return parameters of gates that compute the functions `gates`, exactly for inputs 0 and 1. Inverts `harden`."""
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 
@@ -191,10 +179,7 @@ def variance(
 ) -> Float[Array, "*kernels gates"]:
     """Return `Σ r (1 - r)`, the variance of each gate's output, summed over the rows of its truth table.
 
-    Here r is the probability that the gate outputs 1 for the inputs of a row.
-
-    Raises:
-      ValueError: the parametrization is unknown.
+    Here r is the probability of the output 1 in a row.
     """
     _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
@@ -209,14 +194,10 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return "softmax" logits. Where `hard` is true, the gates become hardened gates with the gradients of relaxed
-    gates.
+    """Return "softmax" logits of gates that, where `hard` is true, are hardened but have the gradients of relaxed gates.
 
-    The logits give a gate the coefficients `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are
-    the coefficients of the relaxed gate, and h the coefficients of its most probable function.
-
-    Raises:
-      ValueError: the parametrization is unknown.
+    The gates' coefficients are `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are the
+    coefficients of the relaxed gate, and h the coefficients of its most probable function.
 
     Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
     conditional computation", 2013.
@@ -239,8 +220,7 @@ def _with_gradient_of(relaxed, value):
 
 
 def group_sum(x: Float[Array, "*batch inputs"], groups: int, tau: float = 1.0) -> Float[Array, "*batch groups"]:
-    """Return one score per group of neighboring inputs: the sum of the group, divided by tau. All groups have equal
-    size.
+    """Return the sum of each group of neighboring inputs, divided by tau. All groups have equal size.
 
     Raises:
       TypeError: x is not floating.

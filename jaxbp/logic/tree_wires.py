@@ -17,18 +17,16 @@ from jaxbp.common.windows import Size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeWires(ByContent):
-    """The leaves of a convolution's kernels. Each kernel is a complete binary tree of two-input gates over a window.
+    """The wires of a convolution. Each kernel is a complete binary tree of two-input gates, whose leaves read a window.
 
     A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level, with the root last. Gate g of a level
     reads the gates 2 g and 2 g + 1 of the previous level as its inputs a and b. The first level reads leaves.
 
-    Make wires once, on the host, by `random` or `from_leaves`. Wires are a pytree, which jitted functions may also
-    close over.
+    Make wires once, on the host, by `random` or `from_leaves`. Wires are a pytree. Jitted functions may close over it.
 
     Attributes:
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.
-      readers: the numbers of the leaves, sorted by the channel that they read. Leaf l of kernel k has the number
-        `k 2^depth + l`.
+      readers: the leaves, sorted by the channel that they read. Leaf l of kernel k has the number `k 2^depth + l`.
       reader_offsets: for each channel, the index in `readers` of its first leaf, followed by the length of `readers`.
       window: the height and width of the window.
     """
@@ -108,9 +106,8 @@ class TreeWires(ByContent):
     ) -> "TreeWires":
         """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
-        The numbers of kernels that read each channel differ by at most one. Within a kernel, the numbers of leaves that
-        read each of the kernel's channels differ by at most one. A kernel reads a position of a channel twice only if
-        more of its leaves read the channel than the window has positions.
+        The number of kernels per channel varies by at most one, as does the number of leaves per channel in a kernel.
+        A kernel reads a position twice only if more leaves read its channel than the window has positions.
 
         Raises:
           ValueError: a count is below 1.
@@ -128,7 +125,7 @@ class TreeWires(ByContent):
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Leaves of different channels alternate, so that the surplus leaves, cut off here, are of different channels.
+        # Channels alternate, so that the surplus leaves, cut off here, are of different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)
@@ -139,7 +136,7 @@ def _shuffled(count: int, rows: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _channels_of_kernels(channels: int, kernels: int, per_kernel: int, random: np.random.Generator) -> np.ndarray:
-    """Return `per_kernel` different channels per kernel. The numbers of kernels per channel differ by at most one."""
+    """Return `per_kernel` different channels per kernel. Kernels per channel differ by at most one."""
     rounds = _shuffled(channels, -(-kernels * per_kernel // channels), random)
     chosen = rounds.ravel()[: kernels * per_kernel].reshape(kernels, per_kernel)
     while True:

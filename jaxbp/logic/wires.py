@@ -20,10 +20,10 @@ class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
     Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The constructor does not check its
-    arguments. Wires are a pytree, which jitted functions may also close over.
+    arguments. Wires are a pytree. Jitted functions may close over it.
 
-    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the encoding of
-    consumers, and the arrays that list them for the backward.
+    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the arrays that
+    list consumers for the backward.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
@@ -55,7 +55,7 @@ class Wires(ByContent):
 
     @property
     def turns(self) -> np.ndarray:
-        """An array `(2, gates)`: each gate's position among the consumers of its input a (row 0) and b (row 1)."""
+        """Each gate's position among the consumers of its input a (row 0) and b (row 1): `(2, gates)`."""
         consumers, offsets = np.asarray(self.consumers), np.asarray(self.offsets)
         turns = np.empty(consumers.size, np.int64)
         turns[consumers] = np.arange(consumers.size) - np.repeat(offsets[:-1:2], np.diff(offsets[::2]))
@@ -67,7 +67,7 @@ class Wires(ByContent):
 
     @classmethod
     def from_pairs(cls, a: ArrayLike, b: ArrayLike, inputs: int) -> "Wires":
-        """Make wires where gate g reads the inputs a[g] and b[g].
+        """Make wires from the inputs a[g] and b[g] of each gate g.
 
         Raises:
           TypeError: a or b does not contain integers.
@@ -110,7 +110,7 @@ class Wires(ByContent):
 
     @classmethod
     def random(cls, inputs: int, gates: int, seed: int) -> "Wires":
-        """Make random wires. The inputs' numbers of consumers differ by at most one. A gate may read one input twice.
+        """Make random wires. The number of consumers per input varies by at most one. A gate may read one input twice.
 
         Raises:
           ValueError: there are no inputs or no gates.
@@ -124,8 +124,8 @@ class Wires(ByContent):
     def unique(cls, inputs: int, gates: int, seed: int) -> "Wires":
         """Make random wires in which no two gates have the same pair of inputs, in either order.
 
-        At least one gate reads each input. If the number of gates is at most a quarter of the number of pairs, the
-        inputs' numbers of consumers differ by at most one.
+        Each input has a consumer. If there are at least four times as many pairs as gates, the number of consumers per
+        input varies by at most one.
 
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
@@ -158,7 +158,7 @@ class Wires(ByContent):
     def moore(cls, seed: int | None = None) -> "Wires":
         """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
 
-        Each gate reads one neighbor as its input a, and the center as its input b. A seed shuffles the gates.
+        Each gate reads one neighbor as input a, and the center as input b. A seed shuffles the gates.
 
         Source: as in `jaxbp.automaton_step`.
         """
@@ -169,11 +169,9 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the consumers through which the trail leaves inputs, and the inputs in the order of their first visit.
+    """Walk along every gate once, as edges between inputs. A walk ends at an input without unused gates.
 
-    The trail consists of walks in a graph whose nodes are the inputs and whose edges are the gates. A gate is free if
-    no walk has taken it. A walk takes free gates until it reaches an input without a free gate. The next walk begins at
-    the lowest input that still has a free gate.
+    Return the consumers by which walks leave inputs, and the inputs in the order of the first visit.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
