@@ -14,10 +14,9 @@ from jaxbp.common import checks
 NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
-"""The number of cells of a row in one word."""
 
 # In the C source, a grid has one border row above and one below, and one border word after each row. Bit 63 of a border
-# word is the left neighbor of the next row's first cell. The bit after a row's last cell is its right neighbor.
+# word is the left neighbor of the next row's first cell.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -147,7 +146,7 @@ endmodule
 
 
 class CellularCircuit:
-    """A grid of any size whose cells all run one circuit. The circuit reads a cell and its eight neighbors.
+    """A grid of any size whose cells all run one circuit.
 
     Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
     The circuit's outputs are the channels of the cell's next state.
@@ -206,7 +205,7 @@ class CellularCircuit:
         """Return the state after one tick. Only cells where `fires` is true update; None updates all cells.
 
         Raises:
-          ValueError: the state or `fires` is not boolean or has a wrong shape.
+          ValueError: an array is not boolean or has a wrong shape.
         """
         self._check(state)
         if fires is not None:
@@ -229,8 +228,8 @@ class CellularCircuit:
         """Return the state after `ticks` ticks. At each tick, each cell updates with probability `fire_rate`.
 
         Raises:
-          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; the fire rate is not in [0, 1];
-            or the fire rate is below 1 and there is no seed.
+          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; or the fire rate is not in
+            [0, 1], or is below 1 without a seed.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -244,7 +243,7 @@ class CellularCircuit:
         fire_rate: float = 1.0,
         seed: int | None = None,
     ) -> Bool[np.ndarray, "ticks+1 batch height width channels"]:
-        """Return the initial state and the state after each tick. Arguments and errors are as in `run`."""
+        """Return the initial state and the state after each tick, with the arguments and errors of `run`."""
         return np.stack([unpack_grid(words, state.shape[2]) for words in self._run(state, ticks, fire_rate, seed)])
 
     def _run(self, state, ticks, fire_rate, seed) -> Iterator[np.ndarray]:
@@ -280,8 +279,8 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place. For grid i of a batch,
-        `pack_grid(state)[:, i]` has this layout. The function returns 0, or 1 if there is no memory.
+        The function advances `state[channels][height][(width + 63) / 64]`, such as `pack_grid(states)[:, i]`, in place.
+        It returns 0, or 1 if there is no memory.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -298,8 +297,8 @@ class CellularCircuit:
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
         """Return two Verilog modules: the circuit of one cell, `{name}_cell`, and the grid with registers, `{name}`.
 
-        At a rising edge of the grid's `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if
-        `enable` is 1. Channel ch of the cell in row r and column c is bit `(r * width + c) * channels + ch` of `state`.
+        At a rising edge of `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if `enable`
+        is 1. Bit `(r * width + c) * channels + ch` of `state` is channel ch of the cell in row r and column c.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")

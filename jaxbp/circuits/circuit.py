@@ -76,9 +76,9 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Return the outputs of hardened gates for words a and b. The axes of `gates` are the leading axes of a and b.
+    """Return `c0 + c1 a + c2 b + c3 ab` modulo 2, where `COEFFICIENTS` has c0 to c3 of each gate.
 
-    A gate computes `c0 + c1 a + c2 b + c3 ab` modulo 2, with the row of `COEFFICIENTS` of the gate's function.
+    The axes of `gates` are the leading axes of a and b.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
@@ -158,7 +158,7 @@ class Circuit(ByContent):
 
         Args:
           classes: the number of classes. The outputs form one group of equal size per class. A sample's class is the
-            group with the most ones; in a tie, the first such group. With `classes`, the source has two more functions.
+            first group with the most ones. With `classes`, the source has two more functions.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
             `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if there is no memory.
         """

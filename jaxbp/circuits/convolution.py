@@ -28,13 +28,11 @@ OR = 7
 class Convolution(ByContent):
     """A convolution whose kernels are trees of hardened gates, followed by an or-pool.
 
-    The or-pool returns 1 for a window if the kernel returns 1 at any position of the window.
-
     Attributes:
       gates: the numbers of the gates' functions, level by level, with the root last.
       shape: channels, height, and width of the images.
-      padding: the numbers of zeros before and after the rows, and before and after the columns.
-      pool: the height and width of the pool's disjoint windows. Incomplete windows are dropped.
+      padding: zeros before and after the rows, and before and after the columns.
+      pool: the size of the pool's disjoint windows. Incomplete windows are dropped.
     """
 
     gates: UInt8[np.ndarray, "kernels gates"]
@@ -66,7 +64,7 @@ class Convolution(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates with one copy of the kernels per position, and with the gates of the pools."""
+        """The number of gates with one copy of the kernels per position, and with the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
@@ -81,10 +79,7 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return each kernel's output. `values` has the inputs of the trees, `(kernels, leaves, ...)`.
-
-        `of_gates(functions, a, b)` returns the outputs of gates.
-        """
+        """Return each kernel's output for `values`, `(kernels, leaves, ...)`. For `of_gates`, see `bitwise_gates`."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -92,10 +87,9 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return chosen elements of each window of the padded image x, one array per position in a pool window.
+        """Return the elements `places` (channels, rows, columns) of all windows, one array per position in a pool.
 
-        `places` has the channels, rows, and columns of the elements within a window. The arrays have the shape
-        `(*shape of places, rows, columns, ...)`, with the rows and columns of the pooled image.
+        The arrays have the shape `(*shape of places, rows, columns, ...)`, with rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)

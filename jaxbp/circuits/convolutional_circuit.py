@@ -46,8 +46,7 @@ class ConvolutionalCircuit(ByContent):
         Args:
           shape: channels, height, and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)` as `jaxbp.harden` returns them, the wires,
-            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`. By default, there is no
-            pool.
+            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`, by default without pool.
           layers: as in `jaxbp.Circuit.of`.
 
         Raises:
@@ -101,15 +100,12 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates, with one copy of the kernels per position, and with the gates of the pools."""
+        """The number of gates with one copy of the kernels per position, and with the pools."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
     def histogram(self) -> np.ndarray:
-        """Return the number of gates with each function in each convolution and layer, `(layers, 16)`.
-
-        As in `gates`, a convolution's gates count once.
-        """
+        """Return the number of gates with each function in each convolution and layer, `(layers, 16)`."""
         kernels = [np.bincount(c.gates.ravel(), minlength=GATES) for c in self.convolutions]
         return np.stack([*kernels, *(self.head.histogram() if self.head else ())])
 
@@ -158,8 +154,7 @@ class ConvolutionalCircuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Layouts, return values, and `classes` are as in `Circuit.to_c`. The source has each simplified kernel once, in a
-        loop over the windows of the pool.
+        See `Circuit.to_c`. The source has each simplified kernel once, in a loop over the windows of the pool.
         """
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
@@ -192,7 +187,7 @@ class ConvolutionalCircuit(ByContent):
         Args:
           pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
             `input clock` and takes a new x at each rising edge. Counting the edge that takes x, y appears after one
-            edge per convolution and layer. If not pipelined, the module is combinational.
+            edge per convolution and layer.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -221,10 +216,9 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory of an image in the C code. Each row of memory holds one element of the image for a block of samples.
+    """The memory of an image in the C code. Each row holds one element of the image for a block of samples.
 
     Attributes:
-      first: the first row of memory.
       shape: the shape with padding.
       corner: the numbers of padded rows above and of padded columns to the left.
     """

@@ -23,7 +23,7 @@ FUNCTIONS = tuple(eval(f"lambda a, b: {expression.format(**_OPERANDS)}") for exp
 GATES_AT_A_TIME = 4096
 """The number of gates whose values should fit into the CPU's cache."""
 TABULATED_LEAVES = 10
-"""The largest number of leaves, the variables of a truth table, in `Netlist.simplify`."""
+"""The largest number of variables (leaves) of a truth table in `Netlist.simplify`."""
 _LEAF = np.array([False, True])
 
 
@@ -31,9 +31,8 @@ _LEAF = np.array([False, True])
 class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources.
 
-    A source is the number of an input or a gate: source i is input i, and source `inputs + g` is gate g. The depth of a
-    gate is the largest number of gates on a path from an input to the gate. `of` and `from_gates` sort the gates by
-    depth, and gates of equal depth by function.
+    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth, and gates of
+    equal depth by function. A gate's depth is the largest number of gates on a path from an input to the gate.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -97,6 +96,7 @@ class Netlist(ByContent):
 
     @classmethod
     def of(cls, circuit: Circuit) -> "Netlist":
+        """Make a netlist from a circuit."""
         listed = GateList(circuit.inputs)
         sources = np.arange(circuit.inputs)
         for gates, wires in circuit.layers:
@@ -111,6 +111,7 @@ class Netlist(ByContent):
         return self.gates.size
 
     def __call__(self, bits: Bool[np.ndarray, "samples inputs"]) -> Bool[np.ndarray, "samples outputs"]:
+        """Return the outputs of each sample."""
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
@@ -141,8 +142,8 @@ class Netlist(ByContent):
 
         - Constants, pass-throughs, and inverters become part of the gates that read them. If gate h reads gate g, and h
           depends only on the two sources of g, then h reads these sources directly.
-        - Equal gates become one gate. Two gates are equal if they have the same function and sources, up to an
-          inversion and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
+        - Equal gates become one gate. Gates are equal if they have the same function and sources, up to an inversion
+          and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
         - Gates on which no output depends are removed.
         """
         builder = _Builder(self.inputs)
@@ -174,16 +175,16 @@ class Netlist(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Layouts, return values, and `classes` are as in `Circuit.to_c`.
+        See `Circuit.to_c`.
         """
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` per group of gates, each output's row of memory, and the number of rows.
+        """Return one `Table` per group, each output's row, counted from row `first`, and the number of rows.
 
-        The inputs begin at row `first`. The outputs' rows are counted from it.
+        The inputs begin at row `first`.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -195,10 +196,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates by the first block of outputs that depends on them, then by group.
-
-        The values of one block's gates should fit into the CPU's cache.
-        """
+        """Sort the gates by the block of outputs that first needs them, so that a block fits into the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -219,7 +217,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return each source's row of memory, and the number of rows. Rows are reused after the last read."""
+        """Return each source's row of memory, reused after its last read, and the number of rows."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -272,9 +270,9 @@ class GateList:
 class _Builder:
     """Builds a simplified netlist from gates in a normal form.
 
-    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. The literal `2 node`
-    is the node, and the literal `2 node + 1` is its inversion. A gate in normal form depends on both nodes that it
-    reads, has the lower node first, and is 0 if both nodes are 0.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. Literal `2 node` is the
+    node, and literal `2 node + 1` its inversion. In normal form, a gate depends on both its nodes, has the lower node
+    first, and is 0 if both are 0.
     """
 
     def __init__(self, inputs: int):
@@ -328,7 +326,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return the variables (leaves) and the truth table of a gate, or None if there are too many leaves."""
+        """Return a gate's variables (leaves) and truth table, or None if there are too many."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:

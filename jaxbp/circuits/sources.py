@@ -116,7 +116,7 @@ def check_verilog(op: str, name: str) -> None:
     check_name(op, name, VERILOG_WORDS)
 
 
-# The C code computes a gate for a block of words at a time, and reads the gate's table entry once per block.
+# The C code computes a gate for a block of words at a time, to read the gate's table entry once per block.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -249,11 +249,8 @@ int ${name}_classify(const uint8_t *bits) {
 class Table(NamedTuple):
     """Gates with the same function. No gate reads another gate of the table.
 
-    The C code keeps the result of a gate, for a block of samples, in one row of memory.
-
-    Attributes:
-      gates: for each gate, the row of its result, counted from row `writes`, and the rows of its two inputs, counted
-        from row `reads`: `(gates, 3)`.
+    A row of memory holds the results of one gate for a block of samples. `gates`, `(gates, 3)`, has the row of each
+    gate's result, counted from `writes`, and the rows of its two inputs, counted from `reads`.
     """
 
     function: int
@@ -281,11 +278,10 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, as `Circuit.to_c` describes it.
+    """Return C99 source of the function that `Circuit.to_c` describes.
 
-    Args:
-      rows: the number of rows of memory (see `Table`). The first rows hold the inputs. The others are initially 0.
-      outputs: the row of each output, counted from row `last`.
+    There are `rows` rows of memory (see `Table`). The first rows hold the inputs, and the others are initially 0.
+    `outputs` has the row of each output, counted from row `last`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

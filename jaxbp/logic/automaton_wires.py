@@ -32,12 +32,12 @@ class Automaton(ByContent):
     - Update: one circuit that reads the cell's channels, then the numbers from perception in the order channel, bit,
       kernel. It returns the cell's next channels.
 
-    Make an automaton by `create` or `from_wires`. It is a pytree. Jitted functions may close over it.
+    An automaton is a pytree, and jitted functions may close over it.
 
     Attributes:
       perception, update: the wires of each layer. The first perception layer reads the nine cells in row-major order.
-      order: row 0 lists the gates of each update layer so that neighboring lanes of a GPU kernel read different banks
-        of shared memory. Row 1 has the position of each gate in this order.
+      order: row 0 orders the gates of each update layer so that neighboring lanes of a GPU kernel read different banks
+        of shared memory. Row 1 has each gate's position in this order.
       periodic: whether opposite borders of the grid meet. If not, cells outside of the grid are zero.
 
     Source: as in `jaxbp.automaton_step`.
@@ -63,7 +63,7 @@ class Automaton(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A perception gate counts once, not once per channel."""
+        """The number of gates. A perception gate counts once for all channels."""
         return self.kernels * sum(w.gates for w in self.perception) + sum(w.gates for w in self.update)
 
     @classmethod
@@ -117,7 +117,7 @@ class Automaton(ByContent):
     ) -> "Automaton":
         """Make an automaton from the wires of each perception layer and each update layer.
 
-        The number of perception circuits follows from the number of inputs of the first update layer.
+        The first update layer's number of inputs determines the number of perception circuits.
 
         Raises:
           TypeError: a layer is not a `Wires`.
@@ -155,11 +155,7 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the row of a kernel's memory that holds each number from perception.
-
-    The first update layer reads the numbers in the order (channel, bit, kernel). The kernel keeps them in the order
-    (bit, kernel, channel).
-    """
+    """Map the order (channel, bit, kernel) of the numbers from perception to rows (bit, kernel, channel) in memory."""
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 
@@ -169,8 +165,8 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # A row's bank depends on the row modulo `OCTET`. The kernel keeps the inputs first, then the last perception
-        # layer, which begins at a multiple of `OCTET`.
+        # A row's bank depends on the row modulo `OCTET`. After the inputs, the last perception layer begins at a
+        # multiple of `OCTET`.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -34,7 +34,7 @@ COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
 """1, A, B, and AB in each row of the truth table, with A = 2a - 1 and B = 2b - 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""The matrix M of each parametrization. A gate's truth table is `sigmoid(M parameters)`."""
+"""The matrix M of each parametrization. A truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
 """Keeps the logarithms of probabilities finite. Its products with gradients are not subnormal."""
 
@@ -56,7 +56,7 @@ def softmax(logits: Array) -> Array:
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return the gradient `p (u - Σ p u)` with respect to the logits. Here p is their softmax, and `u = COEFFICIENTS dc`."""
+    """Return the gradient `p (u - Σ p u)` with respect to logits with the softmax p. Here `u = COEFFICIENTS dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
     # The u of the most probable function is subtracted first. Otherwise, `u - Σ p u` would lose its digits if one
@@ -72,7 +72,7 @@ def of_rows(parameters: Array, *, parametrization: str) -> Array:
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return the gradient with respect to the parameters, `Σ_k r_k (1 - r_k) dr_k v_k`, with `dr = INTERPOLATION dc`.
+    """Return the gradient `Σ_k r_k (1 - r_k) dr_k v_k` with respect to the parameters, with `dr = INTERPOLATION dc`.
 
     Here r_k is row k of the truth table, and v_k is row k of the matrix in `BASES`.
     """
@@ -105,9 +105,9 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for `parametrization="softmax"`, the logit of the function a, while the other logits are 0. The
-        default, 5, gives this function a probability of 0.91. For other parametrizations, each row of the truth table
-        is the sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
+      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. The default, 5,
+        gives the function a a probability of 0.91. For other parametrizations, each row of the truth table is the
+        sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -194,10 +194,9 @@ def straight_through(
     hard: Bool[Array, "*kernels gates"],
     parametrization: Parametrization = "softmax",
 ) -> Float[Array, "*kernels gates functions"]:
-    """Return "softmax" logits of gates that, where `hard` is true, are hardened but have the gradients of relaxed gates.
+    """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The gates' coefficients are `c + hard * stop_gradient(h - c)`, with an error of up to 1e-18. Here c are the
-    coefficients of the relaxed gate, and h the coefficients of its most probable function.
+    The coefficients are `c + hard * stop_gradient(h - c)`, up to 1e-18, with c relaxed and h hardened.
 
     Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
     conditional computation", 2013.

@@ -22,7 +22,7 @@ class TreeWires(ByContent):
     A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level, with the root last. Gate g of a level
     reads the gates 2 g and 2 g + 1 of the previous level as its inputs a and b. The first level reads leaves.
 
-    Make wires once, on the host, by `random` or `from_leaves`. Wires are a pytree. Jitted functions may close over it.
+    Make wires once, on the host. Wires are a pytree, and jitted functions may close over them.
 
     Attributes:
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.

@@ -19,11 +19,11 @@ from jaxbp.common.content import ByContent
 class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    Make wires once, on the host, by `from_pairs`, `random`, `unique` or `moore`. The constructor does not check its
-    arguments. Wires are a pytree. Jitted functions may close over it.
+    Make wires once, on the host, by the class methods. The constructor checks nothing. Wires are a pytree, and
+    jitted functions may close over them.
 
-    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the arrays that
-    list consumers for the backward.
+    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the arrays of
+    consumers.
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
@@ -169,7 +169,7 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walk along every gate once, as edges between inputs. A walk ends at an input without unused gates.
+    """Walk along every gate once, as an edge between its inputs. A walk ends at an input without unused gates.
 
     Return the consumers by which walks leave inputs, and the inputs in the order of the first visit.
     """

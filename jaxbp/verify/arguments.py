@@ -1,4 +1,4 @@
-"""Turn a function of pytrees into a function of its floating arrays, and name each array."""
+"""Turn a function of pytrees into a function of its floating arrays."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices in `leaves` of the floating arrays of the arguments `argnums`, where None means all."""
+        """Return the indices in `leaves` of the floating arrays of the arguments `argnums`; None means all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -56,10 +56,7 @@ class Arguments:
         return floats(results)
 
     def of_floats(self, function: Callable) -> Callable[..., list[Array]]:
-        """Return `function` as a function of the floating arrays only. The other arrays are fixed.
-
-        The returned function returns the list of floating results.
-        """
+        """Return a function from the floating arrays to the list of floating results. Other arrays are fixed."""
 
         def call(*values):
             values = iter(values)
@@ -92,10 +89,9 @@ def _parameters(function: Callable, count: int) -> list[str]:
 
 
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
-    """Return `function`, or bind `implementation=None` if this argument has another meaning than in jaxbp.
+    """Return `function`, with `implementation=None` bound if this argument has another meaning than in jaxbp.
 
-    It has another meaning if `implementation="autodiff"` raises an error other than `NotImplementedError`, but
-    `implementation=None` raises no error.
+    Then only `implementation="autodiff"` raises an error, and it is not `NotImplementedError`.
     """
     if not takes_implementation(function):
         return function

@@ -1,4 +1,4 @@
-"""Describe in words how a gradient is wrong, such as by a factor."""
+"""Describe how a gradient is wrong, such as by a factor."""
 
 import numpy as np
 
@@ -9,10 +9,7 @@ PERCENT = 0.1
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return how an array `a` differs from the expected array `e`, or "" if no description fits.
-
-    `wrong` is the mask of elements that differ by too much.
-    """
+    """Return how `a` differs from the expected array `e` at the mask `wrong`, or "" if no description fits."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""

@@ -57,16 +57,16 @@ def check(
     - Order 0: the value, as computed while differentiating, must equal the forward's value in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
       float64, or central differences with two step sizes if they contradict autodiff.
-    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)`, differentiated once or twice along random directions, is
+    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions, and
       compared in the same way.
 
-    If a backward is hand-written, values and gradients are also computed outside `jit`, under `vmap` and
-    `jax.checkpoint`, and with one array passed as all arguments of its shape. Gradients are also compared on added
-    data. A kink is a point at which the slopes on the two sides differ. `added` names the added data:
+    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed as all
+    arguments of its shape, and on added data. A kink is a point at which the slopes on the two sides differ. `added`
+    names the added data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": arguments with some elements equal to `kinks` or to constants of the forward's program, such as bounds;
-      and arguments with -0 and subnormal numbers.
+    - "kinks": some elements of an argument equal `kinks` or constants of the forward, such as bounds; or -0 and
+      subnormal numbers.
     - "ties": few different numbers.
     - "zeros": zeros only.
     - "large": numbers up to 300, in one argument at a time.
@@ -74,17 +74,15 @@ def check(
       these two dtypes.
 
     If an argument is positive, lies in [0, 1], or has rows that sum to 1, so does its added data. For an op with other
-    requirements, such as sorted arguments, use `added=("cotangents",)`. An implementation that fails on the user's data
-    is not tried on added data.
+    requirements, such as sorted arguments, use `added=("cotangents",)`.
 
-    Products of float32 arrays are computed in full precision. If the forward computes in a narrower dtype than its
-    arguments, the tolerance of the narrower dtype applies. A number beyond the tolerance fails only if neither rounding
-    nor a kink explains the difference (docs/numerics.md). An argument of `stop_gradient` counts as a constant.
+    A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
+    An argument of `stop_gradient` counts as a constant.
 
     Args:
-      args: arrays or pytrees of arrays. Arguments without gradients, such as integers, are skipped. NumPy's float64
-        arrays stay float64 even if JAX's 64-bit mode is off.
-      implementations: by default all. If an implementation does not take the arguments, it is skipped with the reason.
+      args: arrays or pytrees of arrays. Integers are not differentiated. NumPy's float64 arrays stay float64 even if
+        JAX's 64-bit mode is off.
+      implementations: by default all.
       order: the highest order to check: 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
@@ -92,14 +90,14 @@ def check(
       cases: more cases to check: dicts of other options, such as `{"stride": 2}`, or pairs of other arguments and their
         options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument whose gradients finite differences confirm. The other elements
-        are compared with autodiff only.
-      gradient_of: a function whose derivative the backward must compute, if it is deliberately not the forward's
+      most_elements: the number of elements per argument whose gradients finite differences confirm. Other elements are
+        only compared with autodiff.
+      gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's
         derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and
         `implementation="autodiff"` is not checked.
 
     Returns:
-      A `CheckResult`, true if nothing failed. Results that JAX cannot compute are "inconclusive" or skipped.
+      A `CheckResult`, true if nothing failed.
 
     Raises:
       ValueError, TypeError: an argument is invalid; there is no floating argument or result; a result is not an array;

@@ -23,15 +23,15 @@ BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """The relative difference that summing in another order may cause."""
 TF32 = 1e-2
-"""The relative difference that may occur on a GPU, where tensor cores round factors to TF32 by default."""
+"""The relative difference that tensor cores may cause on a GPU, by rounding factors to TF32."""
 AS_FAST = 1.05
 HOST_BOUND = 0.05
-"""If `host_waited` is below this number, the host limits the time."""
+"""Below this `host_waited`, the host limits the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The findings of `compare`. The first element of `measured` belongs to the reference."""
+    """The findings of `compare`. `measured` begins with the reference."""
 
     function: str
     device: str
@@ -41,13 +41,13 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """One sentence per implementation other than the reference."""
+        """One sentence per implementation, without the reference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from the dict of `dataclasses.asdict` or from its JSON. None may stand for infinity."""
+        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None may replace infinity."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -64,7 +64,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page, with the HTML elements `before` and `after` around the comparison's sections."""
+        """Return an HTML page, with the HTML `before` and `after` the comparison's sections."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -165,7 +165,7 @@ def compare(
 
     The costs are time, memory, and compilation time. The sum of all results is differentiated, with each element of a
     non-scalar result multiplied by a random number. The Hessian of this sum is multiplied by a random direction, in
-    forward over reverse mode, or reverse over reverse mode if a custom rule has no forward mode.
+    forward over reverse mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
@@ -175,7 +175,7 @@ def compare(
       seconds: the least duration of a round of timing.
 
     Returns:
-      A `Comparison`. If an implementation fails, it contains the reason, and the other implementations are compared.
+      A `Comparison`. If an implementation fails, it contains the reason.
 
     Raises:
       ValueError: there is no floating argument to differentiate with respect to.

@@ -14,7 +14,7 @@ Arrays = Sequence[np.ndarray]
 
 
 def value_and_gradients(function: Function) -> Callable:
-    """Return a function that maps `(values, cotangents)` to the results and the gradients of `function(*values)`."""
+    """Return a function from `(values, cotangents)` to the results and the gradients of `function(*values)`."""
 
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)
@@ -24,11 +24,10 @@ def value_and_gradients(function: Function) -> Callable:
 
 
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
-    """Return a function of `(values, cotangents, directions)` that computes a derivative of `function(*values)`.
+    """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`.
 
-    The derivative is the gradient of `Σ c (y + y²/2)`, for results y and cotangents c, differentiated along `order - 1`
-    directions. The square makes the cotangent, `dy = c (1 + y)`, depend on y, so that the backward is differentiated
-    with respect to dy as well. With `reverse`, the gradient is differentiated in reverse mode.
+    By the square, `dy = c (1 + y)` depends on the results y, and the backward is also differentiated with respect to
+    dy. There are `order - 1` directions.
     """
 
     def gradient(values, cotangents):
@@ -54,9 +53,9 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
 
 class Derivatives:
-    """The results, the gradients, and the higher derivatives of a function. Each program is compiled at its first use.
+    """The results, the gradients, and the higher derivatives of a function.
 
-    To differentiate the gradients, `modes` are tried in turn: False is forward mode, and True is reverse mode.
+    Gradients are differentiated in the first of the `modes` that succeeds: forward (False) or reverse (True).
     """
 
     def __init__(
@@ -70,16 +69,13 @@ class Derivatives:
         self.value_and_gradients, self._higher = self._compiled(value_and_gradients(function)), {}
 
     def __call__(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the results (order 0), the gradients (order 1), or the result of `derivative` (higher orders)."""
+        """Return the results (order 0), the gradients (order 1), or `derivative` (higher orders)."""
         if order < 2:
             return self.value_and_gradients(values, cotangents)[order]
         return self.with_square(order, values, cotangents, directions)
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
-        """Return the gradient of `Σ c (y + y²/2)` at order 1, and the derivatives of this gradient at higher orders.
-
-        Here y are the results, and c are the cotangents.
-        """
+        """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivatives, for results y and cotangents c."""
         if order == 1:  # at order 1, the program of the gradients suffices
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
@@ -94,10 +90,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the program that computes an order, without compiling it. Orders 0 and 1 share a program.
+        """Return the uncompiled program of an order. With `square`, order 1 has the gradient of `Σ c (y + y²/2)`.
 
-        With `square`, the program for order 1 returns the gradient of `Σ c (y + y²/2)`. Before a higher order, call the
-        object with this order, because the call selects forward or reverse mode.
+        Before a higher order, call the object with this order, which selects forward or reverse mode.
         """
         if order > 1:
             return self._higher[order].__wrapped__

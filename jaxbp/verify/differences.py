@@ -12,12 +12,11 @@ from jaxbp.verify.derivatives import Arrays, flat, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""The ratio of successive step sizes, and the largest number of step sizes."""
+"""The ratio of successive step sizes, and their largest number."""
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
-"""The largest number of elements that one call of the program moves, and of results on one side of these elements."""
+"""The largest numbers of elements that one call moves, and of results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""A slope converges if two step sizes change it by at most the fraction `CONVERGED`. It is infinite if each smaller
-step size multiplies it by more than `DIVERGED`."""
+"""The largest relative change of a converging slope, and the least growth of an infinite slope, per step size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +24,10 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, for results y and cotangents c.
 
     Attributes:
-      central: the slopes between a step up and a step down.
-      low, high: sums over the terms of `Σ c y`. `low` adds the smaller one-sided slope of each term, and `high` the
-        larger.
-      right, left: the one-sided slopes, for a step up and for a step down.
-      noise: the rounding error of the slopes, from the results that change with the element.
-      noise_of_all: the rounding error of the slopes, from all results. A step may be too small to change a result.
+      central, right, left: central and one-sided slopes.
+      low, high: sums of the smaller and of the larger one-sided slope of each term of `Σ c y`.
+      noise: the rounding error from the results that a step changes.
+      noise_of_all: the rounding error from all results, because a step may be too small to change a result.
     """
 
     central: np.ndarray
@@ -43,9 +40,9 @@ class Slopes:
 
 
 class Differences:
-    """Computes slopes of `Σ c y`, for results y and cotangents c. `eps` is the relative rounding error of y.
+    """Computes slopes of `Σ c y`, for results y with the relative rounding error `eps`.
 
-    `moved(values, base)` returns the results y at `values`. Arguments of `stop_gradient` keep their values at `base`.
+    `moved(values, base)` returns y at `values`. Arguments of `stop_gradient` keep their values at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):
@@ -55,7 +52,7 @@ class Differences:
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
         sizes, c = [a.size for a in values], flat(cotangents)
-        # All arguments share the program, so the number of elements depends on none of them.
+        # All arguments share one program, so the number is the same for all.
         at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
         x, first, found = values[argument].ravel()[indices], sum(sizes[:argument]), []
 
@@ -74,10 +71,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """Return the results at the first `count` points, one row per point.
-
-        The arguments at point k are `values`, with `numbers[k]` at index `indices[k]` of the concatenated arguments.
-        """
+        """Return one row of results per k below `count`, with `numbers[k]` at index `indices[k]` of `values`."""
 
         def results(index, number):
             first, moved = 0, []
@@ -92,7 +86,7 @@ class Differences:
         return lax.fori_loop(0, count, lambda k, rows: rows.at[k].set(results(indices[k], numbers[k])), rows)
 
     def _slopes(self, c, y, y_upper, y_lower, x, upper, lower):
-        # NumPy computes the slopes, because XLA would compile this arithmetic for every function.
+        # In NumPy, because XLA would compile this arithmetic for every function.
         x, upper, lower = (a[:, None] for a in (x, upper, lower))
         rounding = 8 * self._eps * np.max(np.abs(y[np.isfinite(y)]), initial=0.0) / (upper - lower)[:, 0]
         noise = rounding * np.sum(np.where(y_upper != y_lower, np.abs(c), 0.0), axis=1)
@@ -107,14 +101,11 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the expected gradient, and masks of the elements at which slopes contradict and confirm `autodiff`.
 
-    For the conditions, see "What a gradient is compared with" in docs/numerics.md. The expected gradient of a
-    contradicted element is its slope. The expected gradient of all other elements is autodiff's gradient. Elements at
-    which autodiff is not finite count as confirmed.
+    docs/numerics.md has the conditions ("What a gradient is compared with"). Slopes replace contradicted elements.
+    Elements at which autodiff is not finite count as confirmed.
 
-    Args:
-      steps: the largest step of each element.
-      look: a function `(which, steps) -> Slopes`, where `which` has the indices of the elements to move.
-      error: a function that returns the rounding error of `Σ c y`.
+    `look(which, steps)` returns the `Slopes` of the elements with the indices `which`. `error()` returns the rounding
+    error of `Σ c y`.
     """
     expected, contradicted = np.array(autodiff), np.zeros(autodiff.shape, bool)
     agreed, open_, before = ~np.isfinite(autodiff), np.isfinite(autodiff), None
@@ -146,10 +137,9 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return the slopes of elements at which autodiff's gradient is not finite. `look` is as in `confirmed`.
+    """Return slopes where autodiff is not finite, or NaN if no side converges or diverges, or the sides disagree.
 
-    A one-sided slope exists if it converges, or grows to infinity, with smaller steps. The slope is NaN if no side has
-    a slope or the sides disagree.
+    `look` is as in `confirmed`.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

@@ -30,10 +30,10 @@ class NonFinite:
 
     Attributes:
       operation: the name of JAX's primitive, such as "log"; or "argument" if an argument is not finite.
-      op, implementation: the op of jaxbp that contains the operation, and its implementation; "" if there is none.
+      op, implementation: the enclosing op of jaxbp, and its implementation; or "".
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
-      inner_source: the line in jaxbp; "" if there is none.
+      inner_source: the line in jaxbp, or "".
       loops: the enclosing loops, outermost first, such as `("scan, iteration 3",)`.
     """
 
@@ -67,12 +67,12 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     differently than in a compiled program.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
-    do not count, nor do infinite values made from them. A NaN made from an infinite constant counts.
+    and infinite values made from them do not count. A NaN made from them counts.
 
     Args:
       function: a function from pytrees of arrays to a pytree of arrays.
       arguments: gradients are taken with respect to their floating arrays.
-      options: static keyword arguments of the function.
+      options: static keyword arguments.
 
     Returns:
       The operation, or None if there is none. An argument that is not finite counts as an operation.
@@ -106,7 +106,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array of the program. `origin` is the operation that made the array not finite, or None."""
+    """An array. `origin` is the operation that made it not finite, or None."""
 
     array: Any
     origin: NonFinite | None = None
@@ -142,7 +142,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     is_constant = all(a.is_constant for a in inputs)
     if is_constant or all(map(_finite, results)):
         return [_Value(a, is_constant=is_constant) for a in results]
-    # To find the origin within a loop, the iterations run again one by one.
+    # The iterations of a loop run again one by one.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
     if not any(origins):
         origins = [_origin(equation, inputs, results, place)] * len(results)
@@ -203,17 +203,14 @@ def _operation(equation: Any, inputs: Sequence[Any], results: Sequence[Any], pla
 
 
 def _op_in(scope: str) -> tuple[str, str]:
-    """Return the outermost op and its implementation in a name stack like `transpose(jvp(relu))/xla`, or two `""`."""
+    """Return the outermost op and its implementation in a scope like `transpose(jvp(relu))/xla`."""
     names = [name for name in re.split(r"[/()]+", scope) if name]
     pairs = [(op, name) for op, name in itertools.pairwise(names) if name in IMPLEMENTATIONS]
     return pairs[0] if pairs else ("", "")
 
 
 def _sources(equation: Any) -> tuple[str, str]:
-    """Return the innermost line of the traceback outside of JAX and jaxbp, and the innermost line in jaxbp.
-
-    A missing line is "".
-    """
+    """Return the innermost line outside of JAX and jaxbp, and the innermost in jaxbp."""
     traceback = equation.source_info.traceback
     frames = [f"{f.file_name}:{f.line_num}" for f in (traceback.frames if traceback else ())]
     shown = [f for f in frames if not f.startswith(_HIDDEN)]

@@ -1,7 +1,4 @@
-"""Run a jaxpr equation by equation, with a rule that computes the results of each equation.
-
-The value of a variable is an array, or a pytree of arrays if the rule needs several arrays per variable.
-"""
+"""Run a jaxpr equation by equation, with a rule for each equation. Values are arrays or pytrees of arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +22,6 @@ def is_program(value: Any) -> bool:
 
 
 def called(equation: Any) -> Any:
-    """Return the program that an equation calls, or None if its primitive is not in `CALLS`."""
     if equation.primitive.name not in CALLS:
         return None
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -40,10 +36,7 @@ def equations(program: Any) -> Iterator[Any]:
 
 
 def evaluate(program: Any, args: Sequence[Any], rule: Rule, constant: Callable = lambda a: a) -> list[Any]:
-    """Return the results of a program. `rule(equation, inputs)` returns the results of each equation.
-
-    `constant` is a function that converts a constant of the program to a value for the rule.
-    """
+    """Return the results of a program. `constant` converts a constant of the program to a value for the rule."""
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *args), strict=True))
     read = lambda v: constant(v.val) if hasattr(v, "val") else known[v]  # noqa: E731
@@ -61,10 +54,9 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Return the results of a call, loop, branch, or `shard_map`, with the rule applied to its inner equations.
+    """Apply the rule to the inner equations of a call, loop, branch, or `shard_map`. Otherwise, return None.
 
-    For any other equation, return None. `rule` and `constant` are as in `evaluate`. If the value of a condition is a
-    pytree, its first array decides.
+    If the value of a condition is a pytree, its first array decides.
     """
     run = lambda program, args: evaluate(program, args, rule, constant)  # noqa: E731
     first = lambda value: jax.tree.leaves(value)[0]  # noqa: E731
@@ -98,7 +90,7 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
 
 
 def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
-    """Return a function that, at each call, traces `function` and evaluates its equations as in `evaluate`."""
+    """Return a function that traces `function` at each call, and evaluates its equations as in `evaluate`."""
 
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -142,8 +134,7 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return the number of constants and the number of carried values of a scan. In JAX 0.12, `params` has a tree of
-    both."""
+    """Return a scan's numbers of constants and of carried values, which JAX 0.12 keeps in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -1,7 +1,6 @@
-"""Decide whether a result is wrong, without mistaking rounding or a kink for an error.
+"""Decide whether a number beyond the tolerance is a mistake (docs/numerics.md, "What is not a mistake").
 
-Under "What is not a mistake", docs/numerics.md lists the cases in which a number beyond the tolerance passes. A kink is
-a point at which the slopes on the two sides differ. A term is the part of a gradient that comes from one result.
+A kink is a point at which the slopes on the two sides differ.
 """
 
 import dataclasses
@@ -18,26 +17,24 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's rounding error is measured on `SAMPLES` data sets that differ from the checked data by at most the
-fraction `NEAR`. An error of up to `ALLOWED` times the measured error passes."""
+"""Autodiff's error, of which `ALLOWED` times passes, is measured on `SAMPLES` data sets at the distance `NEAR`."""
 FACTOR_ELEMENTS = 8
-"""A common factor counts as a mistake only if the gradient has at least this number of elements."""
+"""The least number of elements for which a common factor counts as a mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
-"""Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of the gradients of all parts."""
+"""Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
 ROUNDINGS = 16
-"""The largest distance of a kink "near" the data, in roundings of an argument's largest element."""
+"""The largest distance of a kink "near" the data, in roundings of the largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
-"""The largest distance of a kink "at" the data, as a fraction of an argument's largest element."""
+"""The largest distance of a kink "at" the data, as a fraction of the largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A gradient jumps if it changes within a distance of `KINK_WIDTH` times an argument's largest element. At most
-`KINKS_LOOKED_AT` elements are tested. Tested elements × halvings × elements of all arguments are at most `WORK`."""
+"""A jump has at most the width `KINK_WIDTH`. `WORK` limits tested elements × halvings × all elements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A result `a`, and the array `e` to compare it with. `e` differs from the i-th expected array only at kinks."""
+    """A result `a`, and the array `e` to compare it with: the i-th expected array, except at kinks."""
 
     point: Point
     expected: Expected
@@ -60,7 +57,7 @@ class Judge:
 
     Args:
       convention: the argument `kink_convention` of `check`.
-      precision: the dtype in which the forward computes, if it has less precision than the arguments.
+      precision: the dtype in which the forward computes, if it is less precise than the arguments.
     """
 
     def __init__(
@@ -79,10 +76,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare the array `actual` with the i-th expected array. Return the fields of `CheckRow` with the findings.
-
-        `checked` are the programs that computed `actual`.
-        """
+        """Compare `actual`, from the programs `checked`, with the i-th expected array. Return fields of `CheckRow`."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -109,10 +103,9 @@ class Judge:
         return self._fields(case, wrong, held, undecided, reason, hint)
 
     def _decided(self, case):
-        """Return two masks: elements that must equal the expected number, and elements whose number is undecided."""
+        """Return masks of the elements that must equal `case.e`, and of undecided elements."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
-        # For finite arguments, NaN is never expected, and an infinite gradient only if the slope at a kink must be
-        # autodiff's.
+        # For finite arguments, NaN is never expected, and infinity only if kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -125,7 +118,6 @@ class Judge:
         return held & ~undecided, undecided
 
     def _excused_by_rounding(self, case, wrong, held, autodiff):
-        """Return the mask `wrong` without the elements that rounding or an overflow explains, and the explanation."""
         point, order, i, a, e, dtype = case.point, case.expected.order, case.i, case.a, case.e, case.dtype
         reason = None
         autodiff = self._autodiff(point, order, i) if autodiff is None else autodiff
@@ -141,8 +133,7 @@ class Judge:
             fine = case.excess(ALLOWED * self._rounding(point, order, i)) <= 1
             wrong, reason = _excused(wrong, fine, reason, "within the rounding error of autodiff")
         if wrong.any():
-            # An op in half precision accumulates in float32, but the gradient that is differentiated above order 1 has
-            # been rounded to half precision.
+            # An op in half precision accumulates in float32. Above order 1, it differentiates a rounded gradient.
             in_dtype = order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
@@ -227,10 +218,7 @@ class Judge:
         return float(np.median(found))
 
     def _at_kinks(self, point, order, i, a, e, dtype, tolerance):
-        """Return the mask of elements of `a` between the slopes at a kink, the explanation, and a hint or None.
-
-        The hint gives the slopes at a kink for an element that the mask excludes.
-        """
+        """Return a mask of elements that a kink explains, the explanation, and a hint or None."""
         reach = ROUNDINGS * float(jnp.finfo(dtype).eps)
         indices, limit = np.flatnonzero(excess_and_difference(a, e, tolerance)[0] > 1), allowed(e, tolerance)
         (ends, near), (_, hair) = (self._around(point, order, i, share, indices[:MOST]) for share in (reach, KINK_RTOL))
@@ -274,7 +262,7 @@ class Judge:
         return jumps
 
     def _decided_by_rounding(self, point, i, a, checked, dtype, tolerance):
-        """Return the mask of elements of `a`, the i-th gradient, that autodiff with random roundings could give."""
+        """Return a mask of elements of `a` that autodiff with random roundings could give."""
         sizes = [c.size for c in point.cotangents]
         count = max(1, min(PARTS, sum(sizes), NUMBERS // sum(v.size for v in point.values)))
         numbers = np.split(np.arange(sum(sizes)) % count, np.cumsum(sizes)[:-1])
@@ -296,18 +284,17 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # At a tie between arguments, a number may move between their gradients, but must not disappear.
+            # At a tie between arguments, numbers may move between their gradients, but not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
-        # A backward is linear in dy, so the gradients of the parts must add up to the gradient.
+        # A backward is linear in dy. The parts' gradients must add up to the gradient.
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near the given point, and the i-th gradient at each of them and (last) at the given point.
+        """Return arguments near the point, and the i-th gradient there and, last, at the point.
 
-        In some of the arguments, one element moves further than all other elements, which breaks a tie. In the i-th
-        argument, these elements have the flat indices `places`.
+        To break ties, single elements, such as those at `places`, also move further.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -330,7 +317,7 @@ def _excused(wrong, fine, reason, why):
 
 
 def _is_multiple(a, e, autodiff, held, tolerance):
-    """Return whether `a` differs from `e` by a common factor. Rounding never produces such a factor."""
+    """Return whether `a` differs from `e` by a common factor, which rounding never causes."""
     held = held & np.isfinite(a) & np.isfinite(e)
     if autodiff is None or held.sum() < FACTOR_ELEMENTS or not np.isfinite(autodiff[held]).all() or not e[held].any():
         return False
@@ -339,12 +326,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return the mask of elements of `a` for which the sum along every axis is right, given gradients at nearby points.
+    """Return a mask of elements of `a` whose sums along all axes are in the range of the sums of `found`.
 
-    `found` has the gradients at nearby points, where ties are broken. At a tie, an op may divide a gradient among equal
-    elements, but must not change the sum. A sum of `a` is right if it is in the range of the sums of `found` along the
-    same axis. The range is widened by its length on both sides. If there are many ties, the
-    few nearby points seldom break all of them in the same direction, and their sums miss the correct extremes.
+    At a tie, an op may divide a gradient, but not change the sum. The range is widened, because the few nearby points
+    of `found` seldom break many ties in one direction.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

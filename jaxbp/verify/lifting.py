@@ -1,8 +1,4 @@
-"""Evaluate a program in float64 although it computes in a narrower dtype.
-
-A function may convert its arguments, as in `x.astype(float32)`. The steps of finite differences are smaller than one
-rounding in float32, and would be lost.
-"""
+"""Evaluate a program in float64 although it computes in a narrower dtype, which would hide small steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,27 +15,23 @@ FIXED = frozenset({"pallas_call", "mosaic_gpu_call", "core_map", "pure_callback"
 
 
 class CannotLiftError(NotImplementedError):
-    """A part of a program computes in a narrower dtype, and cannot run in float64."""
+    """A part of a program cannot run in float64."""
 
 
 def lifted(function: Callable) -> Callable:
-    """Return `function` with every floating number of its program in float64. Each call traces `function` again.
-
-    Raises:
-      CannotLiftError: the returned function raises it if a kernel or a callback of the program has a narrower result.
-    """
+    """Return `function` in float64. It raises `CannotLiftError` if a kernel or a callback has a narrower result."""
     return rerun(function, _lift, _wide)
 
 
 def narrowest(*programs: Any) -> np.dtype | None:
-    """Return the least precise dtype among the values that depend on the programs' floating arguments, or None."""
+    """Return the least precise dtype of the values that depend on floating arguments, or None."""
     jaxprs = [getattr(program, "jaxpr", program) for program in programs]
     found = set().union(*(_computed_in(jaxpr, {v for v in jaxpr.invars if _is_float(v.aval)}) for jaxpr in jaxprs))
     return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps), default=None)
 
 
 def _computed_in(jaxpr, moved):
-    """Return the dtypes of floating values that depend on variables in `moved`. Add dependent variables to `moved`."""
+    """Return the dtypes of the values that depend on `moved`, and add their variables to `moved`."""
     found = set()
     for equation in jaxpr.eqns:
         if not any(v in moved for v in equation.invars if not hasattr(v, "val")):

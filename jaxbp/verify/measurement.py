@@ -16,7 +16,7 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""The number of calls in one timed program on a GPU. The device does not wait for the host between them."""
+"""Calls per timed program on a GPU, between which the device does not wait for the host."""
 KINDS = ("value", "gradient", "hessian product")
 
 
@@ -26,8 +26,8 @@ class Difference:
 
     Attributes:
       kind: one of `KINDS`.
-      name: the name of the result, or of the differentiated argument.
-      absolute: the largest difference of an element; infinite if an element is NaN in only one of the two arrays.
+      name: the result or the differentiated argument.
+      absolute: the largest difference of an element; infinite if an element is NaN in only one array.
       relative: `‖a - reference‖ / ‖reference‖`.
     """
 
@@ -45,9 +45,9 @@ class Program:
     Attributes:
       microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache.
       host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
-      compile_seconds: the time to trace, lower, and compile the function.
+      compile_seconds: the time to trace, lower, and compile.
       peak_bytes: the size of arguments, results, and temporaries, as XLA reports it.
-      fastest, slowest: the microseconds per call in the fastest and the slowest round.
+      fastest, slowest: microseconds per call in the fastest and the slowest round.
     """
 
     microseconds: float
@@ -64,7 +64,7 @@ class Measured:
     """The findings for one implementation.
 
     Attributes:
-      failed: why all programs, or only the Hessian product, could not be computed; else None.
+      failed: why all programs, or only the Hessian product, failed; else None.
       same_as: the earlier implementation with an identical program of value and gradients, or None.
       missing: whether the function has no implementation of this name.
     """
@@ -93,11 +93,9 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return three functions that compute derivatives with respect to the leaves with the indices `chosen`.
+    """Return functions for `(results, gradients)`, and for the Hessian's product with a direction in two modes.
 
-    The first maps `(leaves, cotangents)` to `(results, gradients)`. The others map `(leaves, cotangents, direction)` to
-    the product of the Hessian and the direction. The second uses forward over reverse mode, and the third reverse over
-    reverse mode.
+    `chosen` has the indices in `arguments.leaves` to differentiate with respect to.
     """
 
     def of_chosen(leaves, function):
@@ -134,13 +132,13 @@ def measure(
     *,
     may_fail: bool,
 ) -> tuple[Measured, dict[str, Any]]:
-    """Return the costs of one implementation, and a dict from kinds (see `KINDS`) to its results.
+    """Return the costs of one implementation, and a dict from `KINDS` to its results.
 
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
-      order: 2 to compute the Hessian product as well, else 1.
-      programs: maps the text of each program to the first implementation with this program. `measure` adds to it.
-      may_fail: whether to describe an error in the result instead of raising it.
+      order: 2 for the Hessian product as well, else 1.
+      programs: maps the text of each known program to its implementation, and is extended.
+      may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
     try:

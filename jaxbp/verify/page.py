@@ -9,7 +9,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH = 140
-# These colors are readable on white and on black.
+# Readable on white and on black.
 COLOURS = {"autodiff": "#8a8f98", "xla": "#3b82f6", "pallas": "#f0883e"}
 
 _STYLE = """

@@ -13,17 +13,17 @@ from jaxbp.verify.derivatives import Arrays, scale_of
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A subnormal number in float32 and bfloat16, and a number slightly above the smallest normal number."""
+"""A subnormal number in float32, and one slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Arguments of an op and cotangents of its results, in float64 but rounded to the dtypes that the op takes.
+    """Arguments of an op and cotangents of its results, in float64 but rounded to the op's dtypes.
 
     Attributes:
-      of: the index of the one argument with elements at kinks, or None.
+      of: the index of the argument with elements at kinks, or None.
       kinks: whether some numbers lie exactly where the op may have a kink.
-      maybe_undefined: whether the op may be undefined here. Expected numbers that are not finite are then ignored.
+      maybe_undefined: whether expected numbers that are not finite are ignored.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator whose random numbers differ from the numbers of a user's generator with the same seed."""
+    """Return a generator other than a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 
@@ -51,7 +51,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 def points(
     own: Point, names: Sequence[str], kinks: Sequence[float], added: Sequence[str], random: np.random.Generator
 ) -> Iterator[Point]:
-    """Yield the user's data `own`, and then the data that `added` names, as `check` describes it."""
+    """Yield the user's data `own`, and then the data `added` (see `check`)."""
     yield own
     if "cotangents" in added:
         yield dataclasses.replace(own, name="dy times -30", cotangents=[-30 * c for c in own.cotangents])
@@ -81,10 +81,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return the point with one array in place of all arguments whose indices are in `same`.
-
-    The array is the argument among them with the narrowest range.
-    """
+    """Return the point with one array, of the narrowest range, in place of all arguments with indices in `same`."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -97,10 +94,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield copies of the point in which some elements of the i-th argument equal a kink.
-
-    If there is room, each kink has two positions. At the second position, all other arguments of the same shape are 0.
-    """
+    """Yield copies of the point with kinks in the i-th argument, at two positions each, the second with 0 elsewhere."""
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -127,7 +121,7 @@ def _sums_to_1(a: np.ndarray) -> bool:
 
 
 def _with_least(a: np.ndarray) -> np.ndarray:
-    """Return the array with three elements replaced by -0 and subnormal numbers, whose signs occur in the array."""
+    """Replace three elements by -0 and subnormal numbers whose signs occur in the array."""
     least = SUBNORMAL if _has_subnormals() else LEAST_NORMAL
     least = [least, least, least] if (a > 0).all() else [-0.0, least, -least if (a < 0).any() else 0.0]
     changed = np.array(a)
@@ -137,7 +131,7 @@ def _with_least(a: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _has_subnormals() -> bool:
-    """Return whether programs distinguish subnormal numbers from 0. XLA's CPU programs do not."""
+    """Return whether programs distinguish subnormal numbers from 0, unlike XLA's CPU programs."""
     return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 
@@ -150,7 +144,7 @@ def _coarse(a: np.ndarray) -> np.ndarray:
 
 
 def _large(a: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return random numbers from 3 to 300 with the signs of `a`. If all elements of `a` lie in [0, 1], return `a`."""
+    """Return numbers from 3 to 300 with the signs of `a`, unless `a` lies in [0, 1]."""
     if (a >= 0).all() and (a <= 1).all():
         return a
     signs = np.sign(a) + (a == 0)

@@ -36,11 +36,9 @@ class Expected:
 
     Attributes:
       order, against: as in `CheckRow`.
-      arrays: one array per result at order 0, and one array per floating argument at other orders.
-      contradicted: one mask per array. At its elements, finite differences contradict autodiff, and replace it in
-        `arrays`.
-      undecided: None, or one mask per array. At its elements, autodiff is not finite, and finite differences give no
-        slope.
+      arrays: one array per result at order 0, else one per floating argument.
+      contradicted: masks of the elements at which finite differences contradict autodiff, and replace it in `arrays`.
+      undecided: None, or masks of the elements at which autodiff is not finite, and finite differences give no slope.
     """
 
     order: int
@@ -54,10 +52,8 @@ class Reference:
     """The forward of an op, from which the expected results and gradients are computed in float64.
 
     Attributes:
-      function: the forward, which computes in the dtype of its arguments.
-      results: the shapes and dtypes of the results.
-      independent: whether JAX differentiates `function` without custom rules, such as the op's backward.
-      constants: the floating constants in the program, at which it may have kinks.
+      independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
+      constants: floating constants of the program, at which it may have kinks.
       note: a remark if the program computes in a narrower dtype than its arguments, else None.
     """
 
@@ -97,7 +93,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifting.lifted`, or the identity if `lifted` fails. Then, finite differences take larger steps."""
+        """Return `lifted`, or the identity and larger steps if `lifted` fails."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -134,7 +130,7 @@ class Reference:
     ) -> tuple[Expected, Expected]:
         """Return the expected values and gradients. Finite differences confirm about `most` elements per gradient.
 
-        For each floating argument, `steps` has the field `step` of the argument's `Tolerance`.
+        `steps` has the `Tolerance.step` of each floating argument.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -174,7 +170,7 @@ class Reference:
         return Expected(0, "float64", y, uncontradicted), Expected(1, against, arrays, contradicted, undecided)
 
     def higher(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Expected:
-        """Return autodiff's derivative of this order, confirmed by finite differences of the next lower derivative."""
+        """Return autodiff's derivative, confirmed by finite differences of the next lower derivative."""
         autodiff = self.derivative(order, values, cotangents, directions)
         below = directions[: order - 2]
         gradient_at = self._gradient_near(order - 1, values, cotangents, below)
@@ -201,7 +197,7 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return, in float64, the results (order 0), the gradients (order 1), or a higher `derivatives.derivative`."""
+        """Return the results (order 0), the gradients (order 1), or a higher derivative, in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -216,7 +212,7 @@ class Reference:
     def rounding(
         self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays], dtype: Any = np.float64
     ) -> Arrays:
-        """Return how far rounding to `dtype` moves each element of the result of `derivative`."""
+        """Return how far rounding to `dtype` moves each element of `derivative`."""
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         with float64():
             run, arguments = self._derivatives.plain(order), [list(values), list(cotangents)]
@@ -226,10 +222,9 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return one array `(1 + runs, parts, ...)` per gradient. Run 0 is exact, and the other runs round at random.
+        """Return one array `(1 + runs, parts, ...)` per gradient, by `rounding.rounded_otherwise`.
 
-        `parts` has one array of cotangents per result. Its first axis counts the parts, and each part gives one
-        gradient. For `settings`, see `rounding.rounded_otherwise`.
+        `parts` has one array of cotangents `(parts, ...)` per result.
         """
 
         def gradients(values, parts):
@@ -252,9 +247,7 @@ class Reference:
     ) -> np.ndarray:
         """For each k, return the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
 
-        The interval from `values` to the end is halved `halvings` times. Each time, the half in which the element
-        changes more is kept. A smooth change shrinks with the interval, so the change over the last interval is the
-        jump.
+        Each halving keeps the half in which the element changes more. A smooth change shrinks, and a jump remains.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -300,7 +293,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return flat indices: of `most` evenly spaced elements, and of the elements that custom rules change most."""
+        """Return indices of evenly spaced elements, and of elements that custom rules change most."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -313,10 +306,7 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return a function that maps moved arguments to the result of `Derivatives.with_square`, as one flat array.
-
-        Arguments of `stop_gradient` keep the values that they have at `values`.
-        """
+        """Return `Derivatives.with_square` for moved arguments. Arguments of `stop_gradient` do not move."""
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode
@@ -334,10 +324,7 @@ class Reference:
 
 
 def plain_forward(op: Callable, arguments: Arguments, options: Mapping[str, Any]) -> tuple[Function, list[Any], bool]:
-    """Return the forward of the first implementation that takes float64, and the shapes and dtypes of its results.
-
-    The third result is whether this implementation is "autodiff".
-    """
+    """Return a forward that takes float64, its results' shapes and dtypes, and whether it is "autodiff"."""
     names = ("autodiff", "xla", "pallas") if takes_implementation(op) else (None,)
     wide = [jax.ShapeDtypeStruct(a.shape, np.float64) for a in arguments.floats]
     for name in names:
@@ -394,7 +381,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return a program's floating constants with magnitudes from 1e-3 to 1e3. The range excludes limits of dtypes."""
+    """Return floating constants with magnitudes from 1e-3 to 1e3, which excludes dtypes' limits."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

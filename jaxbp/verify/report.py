@@ -25,13 +25,13 @@ class CheckRow:
       order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
-      absolute: the largest difference from an expected element.
-      relative: the largest difference, divided by the largest expected element.
-      index: the index of the element whose difference is largest relative to the allowed difference.
-      analytic, numeric, inputs: at this index, the result, the expected number, and the arguments with their names.
+      absolute: the largest difference.
+      relative: `absolute`, divided by the largest expected element.
+      index: the element whose difference is largest relative to the allowed difference.
+      analytic, numeric, inputs: at this index, the result, the expected number, and the named arguments.
       reason: a description of the mistake, or the reason for another verdict.
       data: `USER_DATA`, or the name of added data.
-      case: the options or shapes of a case from `cases`; empty for the user's case.
+      case: the options or shapes of a case from `cases`, or "".
     """
 
     op: str
@@ -72,7 +72,7 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check. It is true if no row failed. `untried` lists what was not tried, and `notes` has remarks."""
+    """The rows of a check. It is true if no row failed. `untried` lists what was not tried, `notes` has remarks."""
 
     rows: tuple[CheckRow, ...]
     untried: str = ""
@@ -84,7 +84,6 @@ class CheckResult:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The names of the data with which the function was checked."""
         return tuple(dict.fromkeys(row.data for row in self.rows if row.verdict != "skipped"))
 
     @property
@@ -107,7 +106,7 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Raise an AssertionError with one line per failed row. If no row failed, return this `CheckResult`."""
+        """Raise an AssertionError with one line per failed row, or return this `CheckResult`."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self

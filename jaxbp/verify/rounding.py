@@ -1,7 +1,8 @@
 """Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
 
-Source: Parker, "Monte Carlo Arithmetic", 1997. Each result is moved by many times its rounding error, and the measured
-change is divided by the same factor. The division makes a jump small, such as at a tie.
+Results move by many times their rounding error, and the change is divided by this factor, which makes jumps small.
+
+Source: Parker, "Monte Carlo Arithmetic", 1997.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jaxbp.verify.interpreter import bind, called, evaluate
 
 RUNS, MANY = 4, 1024
 MOST = 2.0**-10
-"""The largest fraction by which a result is moved, unless one rounding in half precision exceeds it."""
+"""The largest fraction by which a result is moved, unless one rounding is larger."""
 ROUNDED = frozenset({
     "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "conv_general_dilated", "cos",
     "cosh", "cumlogsumexp", "cumprod", "cumsum", "digamma", "div", "dot_general", "erf", "erf_inv", "erfc", "exp",
@@ -28,10 +29,7 @@ ROUNDED = frozenset({
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return how far each result of `function` moves if every operation outside of loops is rounded to `dtype`.
-
-    The program runs a few times with random signs of the roundings, and the largest movement counts.
-    """
+    """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`."""
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
     random = np.random.default_rng(0)
@@ -62,10 +60,10 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return one array `(1 + runs, ...)` per result of `function`. Run 0 is exact, and the other runs round at random.
+    """Return one array `(1 + runs, ...)` per result of `function`. Run 0 is exact. The other runs round at random.
 
-    The result of each inexact operation is moved by at most `roundings` times its rounding error in `dtype`. Equal
-    operations on equal operands move equally, so that ties remain.
+    Results move by at most `roundings` times their rounding error in `dtype`. Equal operations move equally, so that
+    ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]
@@ -81,8 +79,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Two sums of equal operands, added in another order, may differ in their last bits. Rounding to float32 makes
-        # them equal.
+        # Rounding to float32 makes sums of equal operands, added in another order, equal.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
@@ -100,10 +97,7 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Return a pseudorandom number for each element, with the element's sign and a magnitude from 0.5 to 1.
-
-    The magnitude depends only on the seed and the element's magnitude.
-    """
+    """Hash each element's magnitude and the seed to [0.5, 1], and restore the sign."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -13,12 +13,12 @@ STOP = frozenset({"stop_gradient"})
 
 
 class Streams(NamedTuple):
-    """The values of one variable of a program, at base arguments and at arguments that finite differences moved.
+    """The values of one variable of a program.
 
     Attributes:
-      held: the value at the moved arguments, with arguments of `stop_gradient` fixed at their values at the base.
-      base: the value at the base arguments.
-      moved: the value at the moved arguments, with nothing fixed.
+      held: at moved arguments, with arguments of `stop_gradient` fixed at their base values.
+      base: at the base arguments.
+      moved: at moved arguments, with nothing fixed.
     """
 
     held: Array
@@ -27,10 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return a function of `(moved, base)` that computes `function(*moved)`.
-
-    Each argument of `stop_gradient` keeps the value that it has in `function(*base)`.
-    """
+    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` are taken at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)
@@ -53,13 +50,12 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the matrix's factorization, through which the solution depends on the matrix.
-        # The factorization is therefore not fixed.
+        # JAX applies `stop_gradient` to the factorization. If fixed, the solution would not follow the matrix.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):
             given[i] = inputs[i]._replace(held=inputs[i].moved)
-    elif name == "linear_solve":  # the factorization is not a separate argument of lineax's primitive
+    elif name == "linear_solve":  # lineax does not pass the factorization separately
         given = [a._replace(held=a.moved) for a in inputs]
     found = {}
     for stream in Streams._fields:

@@ -22,7 +22,7 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""By default, `most_elements` is `WORK` divided by the elements of arguments and results, within `MOST_ELEMENTS`."""
+"""By default, `most_elements` is `WORK` divided by all elements, within `MOST_ELEMENTS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Study:
 
     Attributes:
       autodiff: the programs of the forward and its gradients, without custom rules.
-      same: groups of indices of floating arguments. The arguments of a group have equal shapes and dtypes, so one array
-        can replace them.
+      same: groups of indices of floating arguments with equal shapes and dtypes.
     """
 
     def __init__(self, op, arguments, options, settings, reference, directions):
@@ -95,7 +94,7 @@ class Study:
         )
 
     def _narrowed(self, dtypes):
-        """Return the dtype in which the forward computes if it has less precision than all arguments; else None."""
+        """Return the forward's dtype if it is less precise than all arguments, else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
         except Exception:  # `in_dtype` reports that the function does not take the dtype
@@ -104,7 +103,7 @@ class Study:
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
 
     def at(self, point: Point) -> Expected:
-        """Return the expected gradients at a point. Finite differences confirm them if there are custom rules."""
+        """Return the expected gradients, confirmed by finite differences if there are custom rules."""
         if not self.reference.independent:
             return self.reference.first_orders(point.values, point.cotangents, self.steps, self.most)[1]
         _, gradients = self.reference.value_and_gradients(point.values, point.cotangents)
@@ -113,11 +112,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return pairs of a point and its expected results, and triples of a point, an order, and the error raised
-        there.
-
-        `orders` has the points at which orders above 1 are computed, and these orders.
-        """
+        """Return points with expected results, and points with orders and errors. `orders` has orders above 1."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -144,7 +139,7 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # If autodiff without custom rules succeeds, a custom rule raised the error, and the backward is wrong.
+            # If autodiff succeeds, a custom rule raised the error, and the backward is wrong.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -159,7 +154,6 @@ class Study:
                 yield row(str(a.dtype), name, 1, "", "skipped", reason=NOT_FLOATING)
 
     def in_dtype(self, programs: Programs, dtype: str, points: Sequence[Point]) -> Iterator[CheckRow]:
-        """Yield the rows for another dtype, or one row with the reason why this dtype is not tried."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation, dtype, "all", 1, "", "skipped")
         own = points[0]
         if dtype not in self.settings.tolerances:
@@ -182,7 +176,6 @@ class Study:
         yield from self.compared(changed, judge, [(p, self.at(p)) for p in rounded])
 
     def compared(self, programs, judge, expected) -> Iterator[CheckRow]:
-        """Yield the rows for each point. If the user's data fails, added data is skipped."""
         row, found = functools.partial(CheckRow, name_of(self.op), programs.implementation), []
         for point, e in expected:
             if point.name != USER_DATA and is_broken(found):
@@ -202,7 +195,6 @@ class Study:
                 return
 
     def transformed(self, programs, judge, own, points) -> Iterator[CheckRow]:
-        """Yield rows for computations outside `jit`, under `vmap` and `jax.checkpoint`, and with one shared array."""
         half = at.halved(own).rounded([a.dtype for a in self.arguments.floats], programs.result_dtypes())
         both = [own, half]
         batch = [(p.values, self._cotangents(programs, p)) for p in both]
@@ -231,11 +223,7 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield one row per array of `run(programs)` that differs from the result under `jit`. If none differs, yield
-        one row.
-
-        If `same` is not empty, `run` passes one array as all arguments in `same`, and their gradients add up.
-        """
+        """Yield one row per array of `run(programs)` that differs from `jit`'s, or one row if none does."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:

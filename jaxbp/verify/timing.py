@@ -10,10 +10,9 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of queued calls. They keep the device busy, and their results fit into memory."""
+"""Queued calls: enough to keep the device busy, few enough for memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds of a block of calls in `settle`, and the fraction by which the times of two blocks may differ. For the
-measured changes of a GPU's clock, see docs/lab/2026-11-24-dense.md."""
+"""The seconds per block in `settle`, and the allowed difference of blocks (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
@@ -23,9 +22,9 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The time per call while further calls are queued. `seconds` is the median over rounds.
+    """The time per call while further calls are queued: the median, and the time in each round.
 
-    `rounds` has the time per call in each round. For `host_waited`, see `jaxbp.verify.measurement.Program`.
+    For `host_waited`, see `jaxbp.verify.measurement.Program`.
     """
 
     seconds: float
@@ -36,7 +35,7 @@ class Timed(NamedTuple):
 def device_seconds(
     program: Callable, arguments: tuple, seconds: float, rounds: int = ROUNDS, settling: float = 0.0
 ) -> Timed:
-    """Time `program(*arguments)` in rounds of about `seconds`, after `settle` has run at most `settling` seconds."""
+    """Time `program(*arguments)` in rounds of about `seconds`, after at most `settling` seconds in `settle`."""
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(program(*arguments))
@@ -54,9 +53,8 @@ def device_seconds(
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
     """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
-    `run(calls)` calls the program this number of times, and returns the seconds. One call takes about `once` seconds.
-    All calls together take at most about `most` seconds. If this limit is shorter than one block, the program is not
-    called.
+    `run(calls)` makes this number of calls, of about `once` seconds each, and returns the seconds. All blocks together
+    take at most about `most` seconds.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:

@@ -10,8 +10,8 @@ import numpy as np
 class Tolerance:
     """The tolerance for one dtype: a number a passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
 
-    Here e is the expected number, and `max |e|` is the largest in the array. `step` is the step of finite differences.
-    If it is None, the step is in proportion to the argument's largest element.
+    Here e is the expected number, and `max |e|` is the largest in the array. `step` is the step of finite differences,
+    or None for a step in proportion to the argument's largest element.
     """
 
     rtol: float
@@ -31,7 +31,7 @@ def allowed(e: np.ndarray, tolerance: Tolerance) -> np.ndarray:
 def excess_and_difference(
     a: np.ndarray, e: np.ndarray, tolerance: Tolerance, more: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays `|a - e| / (allowed + more)` and `|a - e|`, where `allowed` follows from the tolerance."""
+    """Return the arrays `|a - e| / (allowed + more)` and `|a - e|`, with `allowed(e, tolerance)`."""
     with np.errstate(invalid="ignore", over="ignore"):
         same = (a == e) | (np.isnan(a) & np.isnan(e))
         difference = np.where(same, 0.0, np.nan_to_num(np.abs(a - e), nan=np.inf, posinf=np.inf))
