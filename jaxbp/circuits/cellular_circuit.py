@@ -155,7 +155,7 @@ class CellularCircuit:
       periodic: whether opposite edges are neighbors. If not, cells outside the grid are 0.
 
     Raises:
-      ValueError: there are no channels, or the circuit does not have `9 channels` inputs and `channels` outputs.
+      ValueError: the circuit does not have `9 channels` inputs and `channels` outputs, or there are no channels.
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
@@ -174,7 +174,7 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with only the gates that affect the first `visible` channels, now or at a later tick.
+        """Return an automaton with only the gates that affect the first `visible` channels, now or later.
 
         A channel that never affects the visible channels keeps its state.
 

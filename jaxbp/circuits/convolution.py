@@ -1,4 +1,4 @@
-"""One convolution of hardened gates, for images of one size."""
+"""One convolution of hardened gates."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ class Convolution(ByContent):
 
     @property
     def pooled(self) -> list[tuple[int, int]]:
-        """The offset `(rows, columns)` in the image of each position in a pool window from the first position."""
+        """The offset `(rows, columns)` in the image of each position in a pool window."""
         return [(i * self.stride[0], j * self.stride[1]) for i, j in itertools.product(*map(range, self.pool))]
 
     @property

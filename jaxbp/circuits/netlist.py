@@ -50,11 +50,11 @@ class Netlist(ByContent):
 
     @classmethod
     def from_gates(cls, inputs: int, gates: ArrayLike, a: ArrayLike, b: ArrayLike, outputs: ArrayLike) -> "Netlist":
-        """Make a netlist from a list of gates, each of which comes after the gates that it reads.
+        """Make a netlist from gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or no outputs; lengths differ; a function is not from 0 to 15; a gate does
-            not read earlier sources; or an output is not a source.
+          ValueError: there are no inputs or outputs; lengths differ; a function is not from 0 to 15; a gate does not
+            read earlier sources; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -166,7 +166,6 @@ class Netlist(ByContent):
         return cones
 
     def expressions(self, names: Sequence[str], zero: str, one: str) -> list[str]:
-        """Return one expression per gate. `names` has the names of the sources."""
         return [
             EXPRESSIONS[gate].format(a=names[a], b=names[b], zero=zero, one=one)
             for gate, a, b in zip(self.gates.tolist(), self.a.tolist(), self.b.tolist(), strict=True)
@@ -277,7 +276,7 @@ class _Builder:
 
     def __init__(self, inputs: int):
         self.inputs = inputs
-        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> its function and the two nodes that it reads
+        self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
         # The variables (leaves) of each node's truth table, and the table. Above the limit, a node is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
@@ -289,7 +288,7 @@ class _Builder:
         """Return a literal that equals `function` of the literals a and b. Add a gate if there is none."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
-        # Replace both nodes, or one, by the nodes that they read, if at most two nodes remain.
+        # Replace nodes by the nodes that they read, if at most two nodes remain.
         choices = [set().union(*sources.values()), *(nodes - {node} | below for node, below in sources.items())]
         leaves = next((choice for choice in choices if len(choice) <= 2), nodes)
         first, second, *_ = [*sorted(leaves), 0, 0]

@@ -28,7 +28,7 @@ class Automaton(ByContent):
     A cell has `channels` numbers in [0, 1]. The circuit has two parts:
 
     - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
-      reads the channel's values in the cell and its eight neighbors, and returns `bits` numbers.
+      reads the channel in the cell and its eight neighbors, and returns `bits` numbers.
     - Update: one circuit that reads the cell's channels, then the numbers from perception in the order channel, bit,
       kernel. It returns the cell's next channels.
 

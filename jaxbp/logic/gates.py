@@ -32,7 +32,7 @@ INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0
 """A matrix with `truth_table @ INTERPOLATION = (c0, c1, c2, c3)`."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""1, A, B, and AB in each row of the truth table, with A = 2a - 1 and B = 2b - 1."""
+"""1, A, B, AB in each row of the truth table, for A = 2a - 1 and B = 2b - 1."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
 """The matrix M of each parametrization. A truth table is `sigmoid(M parameters)`."""
 TINY = 1e-20
@@ -40,7 +40,7 @@ TINY = 1e-20
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the values at (a, b) of the 16 relaxed functions, in the order of the functions' numbers."""
+    """Return the 16 relaxed functions at (a, b), in the order of their numbers."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -59,8 +59,7 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
     """Return the gradient `p (u - Σ p u)` with respect to logits with the softmax p. Here `u = COEFFICIENTS dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # The u of the most probable function is subtracted first. Otherwise, `u - Σ p u` would lose its digits if one
-    # probability is nearly 1.
+    # If one probability is nearly 1, `u - Σ p u` loses digits. Subtracting the u of this function first keeps them.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)

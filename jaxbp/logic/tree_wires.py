@@ -56,7 +56,7 @@ class TreeWires(ByContent):
 
     @classmethod
     def from_leaves(cls, leaves: ArrayLike, channels: int, window: Size) -> "TreeWires":
-        """Make trees where leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and a column in the window.
+        """Make trees whose leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and column in the window.
 
         Raises:
           TypeError: `leaves` does not contain integers.

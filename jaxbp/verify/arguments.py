@@ -40,7 +40,6 @@ class Arguments:
         return tuple(a for a in self.leaves if is_float(a))
 
     def positions(self, argnums: Sequence[int] | None) -> list[int]:
-        """Return the indices in `leaves` of the floating arrays of the arguments `argnums`; None means all."""
         belongs = jax.tree.leaves([[i] * tree.num_leaves for i, tree in enumerate(self.structure.children())])
         return [
             i
@@ -91,7 +90,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
     """Return `function`, with `implementation=None` bound if this argument has another meaning than in jaxbp.
 
-    Then only `implementation="autodiff"` raises an error, and it is not `NotImplementedError`.
+    The meaning differs if `implementation="autodiff"` raises an error other than `NotImplementedError`, but None works.
     """
     if not takes_implementation(function):
         return function

@@ -5,11 +5,11 @@ import numpy as np
 from jaxbp.verify.derivatives import scale_of
 
 PERCENT = 0.1
-"""A factor that differs from 1 by less is described in percent."""
+"""A factor closer to 1 is described in percent."""
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return how `a` differs from the expected array `e` at the mask `wrong`, or "" if no description fits."""
+    """Return how the elements of `a` in the mask `wrong` differ from the expected `e`, or "" if no description fits."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""

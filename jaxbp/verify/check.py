@@ -56,22 +56,20 @@ def check(
 
     - Order 0: the value, as computed while differentiating, must equal the forward's value in float64.
     - Order 1: the gradient of `Σ c y`, with results y and random c, must equal autodiff's gradient of the forward in
-      float64, or central differences with two step sizes if they contradict autodiff.
-    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions, and
-      compared in the same way.
+      float64, which central differences confirm or correct.
+    - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
     A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed as all
     arguments of its shape, and on added data. A kink is a point at which the slopes on the two sides differ. `added`
     names the added data:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": some elements of an argument equal `kinks` or constants of the forward, such as bounds; or -0 and
-      subnormal numbers.
+    - "kinks": some elements equal `kinks`, or constants of the forward, such as bounds, or -0 and subnormal numbers.
     - "ties": few different numbers.
     - "zeros": zeros only.
     - "large": numbers up to 300, in one argument at a time.
-    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the user's data has one of
-      these two dtypes.
+    - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
+      precision.
 
     If an argument is positive, lies in [0, 1], or has rows that sum to 1, so does its added data. For an op with other
     requirements, such as sorted arguments, use `added=("cotangents",)`.
@@ -80,8 +78,7 @@ def check(
     An argument of `stop_gradient` counts as a constant.
 
     Args:
-      args: arrays or pytrees of arrays. Integers are not differentiated. NumPy's float64 arrays stay float64 even if
-        JAX's 64-bit mode is off.
+      args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: by default all.
       order: the highest order to check: 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink.
@@ -90,8 +87,8 @@ def check(
       cases: more cases to check: dicts of other options, such as `{"stride": 2}`, or pairs of other arguments and their
         options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument whose gradients finite differences confirm. Other elements are
-        only compared with autodiff.
+      most_elements: the number of elements per argument whose gradients finite differences confirm. Autodiff gives the
+        others.
       gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's
         derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and
         `implementation="autodiff"` is not checked.

@@ -41,13 +41,13 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """One sentence per implementation, without the reference."""
+        """One sentence per implementation except the reference."""
         reference, *others = self.measured
         return [self._verdict(reference, one) for one in others]
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "Comparison":
-        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None may replace infinity."""
+        """Rebuild a comparison from `dataclasses.asdict` or its JSON. None means infinity."""
 
         def difference(values):
             known = {key: math.inf if value is None else value for key, value in values.items()}
@@ -64,7 +64,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page, with the HTML `before` and `after` the comparison's sections."""
+        """Return an HTML page with the comparison's sections between the HTML `before` and `after`."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -163,9 +163,9 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation time. The sum of all results is differentiated, with each element of a
-    non-scalar result multiplied by a random number. The Hessian of this sum is multiplied by a random direction, in
-    forward over reverse mode, or in reverse over reverse mode if a custom rule has no forward mode.
+    The costs are time, memory, and compilation time. The differentiated sum of all results weights the elements of
+    non-scalar results with random numbers. Its Hessian is multiplied by a random direction, in forward over reverse
+    mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.

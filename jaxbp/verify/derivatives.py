@@ -14,8 +14,6 @@ Arrays = Sequence[np.ndarray]
 
 
 def value_and_gradients(function: Function) -> Callable:
-    """Return a function from `(values, cotangents)` to the results and the gradients of `function(*values)`."""
-
     def run(values, cotangents):
         y, vjp = jax.vjp(function, *values)
         return y, vjp([jnp.asarray(c, a.dtype) for c, a in zip(cotangents, y, strict=True)])
@@ -26,8 +24,8 @@ def value_and_gradients(function: Function) -> Callable:
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
     """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`.
 
-    By the square, `dy = c (1 + y)` depends on the results y, and the backward is also differentiated with respect to
-    dy. There are `order - 1` directions.
+    Because of the square, the cotangent `dy = c (1 + y)` of the results y depends on y. The backward is therefore also
+    differentiated with respect to dy. There are `order - 1` directions.
     """
 
     def gradient(values, cotangents):

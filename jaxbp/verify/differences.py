@@ -14,9 +14,9 @@ EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
 """The ratio of successive step sizes, and their largest number."""
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
-"""The largest numbers of elements that one call moves, and of results per direction."""
+"""One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""The largest relative change of a converging slope, and the least growth of an infinite slope, per step size."""
+"""The largest relative change of a converging slope, and the least growth of an infinite slope, per smaller step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Differences:
         return Slopes(*np.concatenate(found, axis=1))
 
     def _results(self, values, count, indices, numbers):
-        """Return one row of results per k below `count`, with `numbers[k]` at index `indices[k]` of `values`."""
+        """For each k below `count`, return the results with `numbers[k]` at index `indices[k]` of all arguments."""
 
         def results(index, number):
             first, moved = 0, []
@@ -137,9 +137,9 @@ def confirmed(
 
 
 def decided(steps: np.ndarray, look: Callable) -> np.ndarray:
-    """Return slopes where autodiff is not finite, or NaN if no side converges or diverges, or the sides disagree.
+    """Return slopes where autodiff is not finite. `look` is as in `confirmed`.
 
-    `look` is as in `confirmed`.
+    A slope is infinite if it grows with smaller steps, and NaN if no side has a slope or the sides disagree.
     """
     found = [look(np.arange(len(steps)), steps / STEP_DIVISOR**k) for k in range(3)]
     right, left = (_limit(*(getattr(slopes, side) for slopes in found)) for side in ("right", "left"))

@@ -29,8 +29,8 @@ class NonFinite:
     """The first operation at which a value or a cotangent stops being finite.
 
     Attributes:
-      operation: the name of JAX's primitive, such as "log"; or "argument" if an argument is not finite.
-      op, implementation: the enclosing op of jaxbp, and its implementation; or "".
+      operation: JAX's primitive, such as "log"; or "argument" if an argument is not finite.
+      op, implementation: the enclosing op of jaxbp and its implementation, or "".
       cotangent: whether the operation belongs to the backward pass.
       source: the line of the user's code, as "file:line".
       inner_source: the line in jaxbp, or "".
@@ -62,20 +62,19 @@ class NonFinite:
 def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite | None:
     """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
-    The sum of the floating results is differentiated. The operations run one after another, also inside `jax.jit`,
-    custom rules, loops, and branches. A kernel or a `shard_map` counts as one operation. Operations may round
-    differently than in a compiled program.
+    The sum of the floating results is differentiated. Operations run one after another, also inside `jax.jit`, custom
+    rules, loops, and branches, and may round differently than in a compiled program. A kernel or a `shard_map` is one
+    operation.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
-    and infinite values made from them do not count. A NaN made from them counts.
+    and infinite values made from them do not count. A NaN made from an infinite constant counts.
 
     Args:
       function: a function from pytrees of arrays to a pytree of arrays.
-      arguments: gradients are taken with respect to their floating arrays.
       options: static keyword arguments.
 
     Returns:
-      The operation, or None if there is none. An argument that is not finite counts as an operation.
+      The operation, or None. An argument that is not finite counts as an operation.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.

@@ -54,7 +54,7 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Callable) -> list[Any] | None:
-    """Apply the rule to the inner equations of a call, loop, branch, or `shard_map`. Otherwise, return None.
+    """Apply the rule within a call, loop, branch, or `shard_map`. For other equations, return None.
 
     If the value of a condition is a pytree, its first array decides.
     """
@@ -90,8 +90,6 @@ def structured(equation: Any, inputs: Sequence[Any], rule: Rule, constant: Calla
 
 
 def rerun(function: Callable, rule: Rule, constant: Callable = lambda a: a) -> Callable:
-    """Return a function that traces `function` at each call, and evaluates its equations as in `evaluate`."""
-
     def run(*args):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         results = evaluate(program, [constant(jnp.asarray(a)) for a in jax.tree.leaves(args)], rule, constant)

@@ -17,9 +17,9 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's error, of which `ALLOWED` times passes, is measured on `SAMPLES` data sets at the distance `NEAR`."""
+"""Autodiff's error is measured on `SAMPLES` data sets within the fraction `NEAR`. `ALLOWED` times the error passes."""
 FACTOR_ELEMENTS = 8
-"""The least number of elements for which a common factor counts as a mistake."""
+"""A common factor is a mistake if the gradient has at least this number of elements."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
@@ -29,7 +29,7 @@ NEIGHBOURS = 16
 KINK_RTOL = 1e-12
 """The largest distance of a kink "at" the data, as a fraction of the largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
-"""A jump has at most the width `KINK_WIDTH`. `WORK` limits tested elements × halvings × all elements."""
+"""A jump is at most `KINK_WIDTH` times the largest element wide. `WORK` limits tested elements × halvings × size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Judge:
     """Compares the results of implementations with a reference.
 
     Args:
-      convention: the argument `kink_convention` of `check`.
-      precision: the dtype in which the forward computes, if it is less precise than the arguments.
+      convention: `kink_convention` of `check`.
+      precision: the forward's dtype if it is less precise than the arguments.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Judge:
         self._otherwise = None, None
 
     def verdict(self, point: Point, expected: Expected, i: int, actual: Any, checked: Any) -> dict[str, Any]:
-        """Compare `actual`, from the programs `checked`, with the i-th expected array. Return fields of `CheckRow`."""
+        """Return the fields of `CheckRow` for the array `actual`, which the programs `checked` computed."""
         dtype, a, e, autodiff = (
             self._precision_of(actual.dtype),
             np.asarray(actual, np.float64),
@@ -284,7 +284,7 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # At a tie between arguments, numbers may move between their gradients, but not disappear.
+            # At a tie between arguments, a number may move from one gradient to another, but must not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
@@ -326,10 +326,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of elements of `a` whose sums along all axes are in the range of the sums of `found`.
+    """Return a mask of elements whose sums along all axes lie between the sums of `found`, gradients at nearby points.
 
-    At a tie, an op may divide a gradient, but not change the sum. The range is widened, because the few nearby points
-    of `found` seldom break many ties in one direction.
+    At a tie, an op may divide a gradient among equal elements, but not change the sum. The limits are widened, because
+    few points seldom break many ties in one direction.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

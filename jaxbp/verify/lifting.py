@@ -1,4 +1,4 @@
-"""Evaluate a program in float64 although it computes in a narrower dtype, which would hide small steps."""
+"""Evaluate a program in float64 although it computes in a narrower dtype, which would hide steps of differences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ class CannotLiftError(NotImplementedError):
 
 
 def lifted(function: Callable) -> Callable:
-    """Return `function` in float64. It raises `CannotLiftError` if a kernel or a callback has a narrower result."""
+    """Return `function` in float64, which raises `CannotLiftError` if a kernel or a callback has a narrower result."""
     return rerun(function, _lift, _wide)
 
 

@@ -44,7 +44,7 @@ class Program:
 
     Attributes:
       microseconds: the time per call, while further calls are queued. Small arrays stay in the device's cache.
-      host_waited: the fraction of the time in which the host waited for the device. Near 0, the host limits the time.
+      host_waited: the fraction of the time in which the host waits for the device. Near 0, the host limits the time.
       compile_seconds: the time to trace, lower, and compile.
       peak_bytes: the size of arguments, results, and temporaries, as XLA reports it.
       fastest, slowest: microseconds per call in the fastest and the slowest round.
@@ -93,7 +93,7 @@ class Measured:
 def derivatives_of(
     function: Callable, arguments: Arguments, chosen: Sequence[int]
 ) -> tuple[Callable, Callable, Callable]:
-    """Return functions for `(results, gradients)`, and for the Hessian's product with a direction in two modes.
+    """Return functions for gradients, and for Hessian products in forward over reverse and reverse over reverse mode.
 
     `chosen` has the indices in `arguments.leaves` to differentiate with respect to.
     """
@@ -137,7 +137,7 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 for the Hessian product as well, else 1.
-      programs: maps the text of each known program to its implementation, and is extended.
+      programs: maps the text of known programs to their implementations. `measure` adds to it.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

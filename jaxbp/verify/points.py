@@ -13,7 +13,7 @@ from jaxbp.verify.derivatives import Arrays, scale_of
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A subnormal number in float32, and one slightly above the smallest normal number."""
+"""A subnormal number in float32, and a number slightly above the smallest normal number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return the point with one array, of the narrowest range, in place of all arguments with indices in `same`."""
+    """Replace all arguments with indices in `same` by the argument of narrowest range."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]
@@ -94,7 +94,7 @@ def everywhere_large(own: Point, random: np.random.Generator) -> Point:
 
 
 def _with_kinks(own: Point, i: int, name: str, kinks: Sequence[float]) -> Iterator[Point]:
-    """Yield copies of the point with kinks in the i-th argument, at two positions each, the second with 0 elsewhere."""
+    """Yield points with kinks in the i-th argument. At a kink's second position, other arguments are 0."""
     size, remaining = own.values[i].size, list(kinks)
     while size and remaining:
         chosen, remaining = remaining[:size], remaining[size:]
@@ -131,7 +131,7 @@ def _with_least(a: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _has_subnormals() -> bool:
-    """Return whether programs distinguish subnormal numbers from 0, unlike XLA's CPU programs."""
+    """XLA's CPU programs do not distinguish subnormal numbers from 0."""
     return bool(jax.jit(lambda x: x > 0)(np.float32(SUBNORMAL)))
 
 

@@ -4,12 +4,10 @@ import sys
 import time
 
 SILENT, EVERY = 1.0, 0.2
-"""The seconds before the first line, and the least seconds between two lines."""
+"""Seconds before the first line, and between two lines."""
 
 
 class Progress:
-    """Shows the progress if stderr is a terminal, and erases the line at the end."""
-
     def __init__(self, name: str):
         self._name, self._next, self._width = name, time.monotonic() + SILENT, 0
         self._start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Expected gradients in float64, computed by autodiff and confirmed by finite differences."""
+"""Expected gradients in float64, from autodiff and finite differences."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op, from which the expected results and gradients are computed in float64.
+    """The forward of an op, from which expected results and gradients are computed in float64.
 
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
@@ -93,7 +93,7 @@ class Reference:
         self._step, self._rtol = self._eps ** (1 / 3), 1e-6 if self._eps == EPS else 10 * self._eps ** (2 / 3)
 
     def _lifting(self, wide, dtype):
-        """Return `lifted`, or the identity and larger steps if `lifted` fails."""
+        """Return `lifted`. If it fails, return the identity, and let finite differences take larger steps."""
         cotangents = [jax.ShapeDtypeStruct(y.shape, np.float64) for y in self.results]
         try:
             with float64():
@@ -381,7 +381,7 @@ def _signature(program):
 
 
 def _constants(program: Any) -> list[float]:
-    """Return floating constants with magnitudes from 1e-3 to 1e3, which excludes dtypes' limits."""
+    """Return floating constants with magnitudes from 1e-3 to 1e3, to exclude the limits of dtypes."""
     found = set()
     for equation in equations(program):
         for variable in equation.invars:

@@ -27,7 +27,7 @@ class CheckRow:
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
       absolute: the largest difference.
       relative: `absolute`, divided by the largest expected element.
-      index: the element whose difference is largest relative to the allowed difference.
+      index: the element with the largest difference relative to the allowed difference.
       analytic, numeric, inputs: at this index, the result, the expected number, and the named arguments.
       reason: a description of the mistake, or the reason for another verdict.
       data: `USER_DATA`, or the name of added data.
@@ -72,7 +72,7 @@ class CheckRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The rows of a check. It is true if no row failed. `untried` lists what was not tried, `notes` has remarks."""
+    """The rows of a check. It is true if no row failed. `untried` lists what was not tried, and `notes` has remarks."""
 
     rows: tuple[CheckRow, ...]
     untried: str = ""

@@ -1,6 +1,6 @@
-"""Measure how far rounding moves a program's results, by moving the result of each arithmetic operation up or down.
+"""Measure how far rounding moves a program's results, by moving the result of each operation up or down.
 
-Results move by many times their rounding error, and the change is divided by this factor, which makes jumps small.
+Each result moves by many times its rounding error, and the change is divided by this factor. This makes jumps small.
 
 Source: Parker, "Monte Carlo Arithmetic", 1997.
 """
@@ -79,7 +79,7 @@ def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: flo
             for a, floating, variable in zip(operands, is_float, equation.invars, strict=True)
         ]
         alike = equation.primitive.bind(*mixed, **equation.primitive.get_bind_params(equation.params))
-        # Rounding to float32 makes sums of equal operands, added in another order, equal.
+        # Sums of equal operands in another order differ in their last bits, which rounding to float32 removes.
         share = _mixed(seed, np.float32(np.abs(alike)))
         exact = _is_short(y, narrow)
         for a in itertools.compress(operands, is_float):
@@ -97,7 +97,7 @@ def _is_short(a, narrow):
 
 
 def _mixed(seed, a):
-    """Hash each element's magnitude and the seed to [0.5, 1], and restore the sign."""
+    """Hash the seed and each element's magnitude to a magnitude in [0.5, 1]. Keep the sign."""
     bits = np.abs(np.asarray(a, np.float64)).view(np.uint64) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)

@@ -16,7 +16,7 @@ class Streams(NamedTuple):
     """The values of one variable of a program.
 
     Attributes:
-      held: at moved arguments, with arguments of `stop_gradient` fixed at their base values.
+      held: at moved arguments, with arguments of `stop_gradient` fixed at their values in `base`.
       base: at the base arguments.
       moved: at moved arguments, with nothing fixed.
     """
@@ -27,7 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` are taken at `base`."""
+    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay as at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)

@@ -1,4 +1,4 @@
-"""Compare each implementation with the reference for one set of arguments and options of an op."""
+"""Compare each implementation with the reference."""
 
 import dataclasses
 import functools
@@ -94,7 +94,6 @@ class Study:
         )
 
     def _narrowed(self, dtypes):
-        """Return the forward's dtype if it is less precise than all arguments, else None."""
         try:
             narrow = self.reference.computed_in(dtypes)
         except Exception:  # `in_dtype` reports that the function does not take the dtype
@@ -112,7 +111,7 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return points with expected results, and points with orders and errors. `orders` has orders above 1."""
+        """Return pairs of a point and its expected results, and triples of a point, an order, and an error."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -223,7 +222,7 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield one row per array of `run(programs)` that differs from `jit`'s, or one row if none does."""
+        """Yield one row per array of `run(programs)` that differs from the result under `jit`, or one row."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
