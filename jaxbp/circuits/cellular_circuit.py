@@ -279,8 +279,8 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]`, such as `pack_grid(states)[:, i]`, in place.
-        It returns 0, or 1 if there is no memory.
+        The function advances `state[channels][height][(width + 63) / 64]` in place, and returns 0, or 1 if there is no
+        memory. For grid i of a batch, `pack_grid(state)[:, i]` has this layout.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]

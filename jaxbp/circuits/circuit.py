@@ -76,9 +76,9 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Return `c0 + c1 a + c2 b + c3 ab` modulo 2, where `COEFFICIENTS` has c0 to c3 of each gate.
+    """Return `c0 + c1 a + c2 b + c3 ab` modulo 2 for each bit of a and b. `COEFFICIENTS` has c0 to c3 of each function.
 
-    The axes of `gates` are the leading axes of a and b.
+    The axes of `gates`, the numbers of the functions, are the leading axes of a and b.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))

@@ -115,7 +115,7 @@ class Netlist(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: Shaped[Array, "inputs *words"]) -> Shaped[Array, "outputs *words"]:
-        """Return the outputs for samples packed in words of any unsigned dtype. NumPy's arrays give NumPy's arrays."""
+        """Return the outputs for samples packed in words of any unsigned dtype. A NumPy x gives a NumPy array."""
         if x.shape[:1] != (self.inputs,):
             raise ValueError(f"Netlist: x has shape {x.shape}; wants ({self.inputs}, words)")
         shape = (self.inputs + len(self), *x.shape[1:])
@@ -277,7 +277,8 @@ class _Builder:
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
-        # The variables (leaves) of each node's truth table, and the table. Above the limit, a node is its only leaf.
+        # The variables (leaves) of each node's truth table, and the table. A node with more than `TABULATED_LEAVES` leaves
+        # is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -308,7 +309,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return a literal's truth table, from 0 to 15, in the nodes `first` and `second`."""
+        """Return a literal's truth table, 0 to 15, as a function of `first` and `second`."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -325,7 +326,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's variables (leaves) and truth table, or None if there are too many."""
+        """Return a gate's variables (leaves) and truth table, or None if there are too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:

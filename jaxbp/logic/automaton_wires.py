@@ -155,7 +155,10 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Map the order (channel, bit, kernel) of the numbers from perception to rows (bit, kernel, channel) in memory."""
+    """Return the row in a kernel's memory of each number from perception.
+
+    Numbers are in the order (channel, bit, kernel), and rows in the order (bit, kernel, channel).
+    """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
 

@@ -195,7 +195,8 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The coefficients are `c + hard * stop_gradient(h - c)`, up to 1e-18, with c relaxed and h hardened.
+    The coefficients are `c + hard * stop_gradient(h - c)`, up to 1e-18, with c of the relaxed gate and h of the
+    hardened gate.
 
     Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
     conditional computation", 2013.

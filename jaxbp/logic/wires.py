@@ -169,9 +169,9 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walk along every gate once, as an edge between its inputs. A walk ends at an input without unused gates.
+    """Walk along gates, as edges between inputs, until an input has no unused gate. Repeat from the lowest input left.
 
-    Return the consumers by which walks leave inputs, and the inputs in the order of the first visit.
+    Return the consumers by which walks leave inputs, and the inputs by first visit.
     """
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}

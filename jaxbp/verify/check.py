@@ -59,9 +59,8 @@ def check(
       float64, which central differences confirm or correct.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
-    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed as all
-    arguments of its shape, and on added data. A kink is a point at which the slopes on the two sides differ. `added`
-    names the added data:
+    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array as all arguments
+    of its shape, and on the data that `added` names:
 
     - "cotangents": dy times -30, and dy with zeros.
     - "kinks": some elements equal `kinks`, or constants of the forward, such as bounds, or -0 and subnormal numbers.
@@ -81,14 +80,13 @@ def check(
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
       implementations: by default all.
       order: the highest order to check: 1, 2, or 3.
-      kinks: values of an argument at which the op may have a kink.
+      kinks: values of an argument at which the op may have a kink, where the slopes on the two sides differ.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
         two sides passes.
       cases: more cases to check: dicts of other options, such as `{"stride": 2}`, or pairs of other arguments and their
         options, such as `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument whose gradients finite differences confirm. Autodiff gives the
-        others.
+      most_elements: the number of elements per argument at which finite differences confirm autodiff.
       gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's
         derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and
         `implementation="autodiff"` is not checked.

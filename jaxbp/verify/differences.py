@@ -16,7 +16,8 @@ STEP_DIVISOR, STEPS = 8, 5
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 """One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
-"""The largest relative change of a converging slope, and the least growth of an infinite slope, per smaller step."""
+"""A slope converges if a smaller step changes it by at most the fraction `CONVERGED`. It is infinite if each smaller
+step multiplies it by more than `DIVERGED`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,6 @@ class Slopes:
     """Slopes of `Σ c y` with respect to single elements of the arguments, for results y and cotangents c.
 
     Attributes:
-      central, right, left: central and one-sided slopes.
       low, high: sums of the smaller and of the larger one-sided slope of each term of `Σ c y`.
       noise: the rounding error from the results that a step changes.
       noise_of_all: the rounding error from all results, because a step may be too small to change a result.

@@ -17,9 +17,9 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""Autodiff's error is measured on `SAMPLES` data sets within the fraction `NEAR`. `ALLOWED` times the error passes."""
+"""`ALLOWED` times autodiff's error passes. It is measured on `SAMPLES` data sets within the fraction `NEAR`."""
 FACTOR_ELEMENTS = 8
-"""A common factor is a mistake if the gradient has at least this number of elements."""
+"""A common factor of fewer elements is not counted as a mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
