@@ -277,8 +277,8 @@ class _Builder:
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
-        # The variables (leaves) of each node's truth table, and the table. A node with more than `TABULATED_LEAVES` leaves
-        # is its only leaf.
+        # The variables (leaves) of each node's truth table, and the table. A node with more than `TABULATED_LEAVES`
+        # leaves is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()

@@ -90,7 +90,8 @@ def _parameters(function: Callable, count: int) -> list[str]:
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
     """Return `function`, with `implementation=None` bound if this argument has another meaning than in jaxbp.
 
-    The meaning differs if `implementation="autodiff"` raises an error other than `NotImplementedError`, but None works.
+    The meaning differs if `implementation="autodiff"` raises an error other than `NotImplementedError`, and
+    `implementation=None` raises no error.
     """
     if not takes_implementation(function):
         return function

@@ -164,7 +164,7 @@ def compare(
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
     The costs are time, memory, and compilation time. The differentiated sum of all results weights the elements of
-    non-scalar results with random numbers. Its Hessian is multiplied by a random direction, in forward over reverse
+    non-scalar results with random numbers. The sum's Hessian is multiplied by a random direction, in forward over reverse
     mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:

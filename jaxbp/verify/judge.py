@@ -17,9 +17,10 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""`ALLOWED` times autodiff's error passes. It is measured on `SAMPLES` data sets within the fraction `NEAR`."""
+"""An error of up to `ALLOWED` times autodiff's error passes. Autodiff's error is measured on `SAMPLES` data sets within
+the fraction `NEAR` of the data."""
 FACTOR_ELEMENTS = 8
-"""A common factor of fewer elements is not counted as a mistake."""
+"""With fewer elements, a common factor is not counted as a mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""

@@ -1,4 +1,4 @@
-"""Evaluate a program in float64 although it computes in a narrower dtype, which would hide steps of differences."""
+"""Evaluate a program in float64 although it computes in a narrower dtype, which would round away small steps."""
 
 from collections.abc import Callable
 from typing import Any

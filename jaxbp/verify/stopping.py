@@ -16,7 +16,7 @@ class Streams(NamedTuple):
     """The values of one variable of a program.
 
     Attributes:
-      held: at moved arguments, with arguments of `stop_gradient` fixed at their values in `base`.
+      held: at moved arguments, with arguments of `stop_gradient` fixed at their base values.
       base: at the base arguments.
       moved: at moved arguments, with nothing fixed.
     """
@@ -27,7 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay as at `base`."""
+    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` are fixed as at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)
@@ -50,7 +50,7 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the factorization. If fixed, the solution would not follow the matrix.
+        # JAX applies `stop_gradient` to the factorization. With this fixed, the solution would not follow the matrix.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):
