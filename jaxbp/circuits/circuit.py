@@ -139,7 +139,7 @@ class Circuit(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. Works within `jax.jit`, too."""
+        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:

@@ -122,7 +122,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. Works within `jax.jit`, too."""
+        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -143,7 +143,7 @@ class ConvolutionalCircuit(ByContent):
     def netlist(self) -> Netlist:
         """Return one netlist: one copy of the simplified kernels per position, the pools, and the simplified layers.
 
-        `Netlist.simplify` finds more, but takes long for many gates.
+        `Netlist.simplify` simplifies further, but takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)

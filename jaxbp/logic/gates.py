@@ -59,7 +59,8 @@ def softmax_backward(dc: Array, logits: Array) -> Array:
     """Return the gradient `p (u - Σ p u)` with respect to logits with the softmax p. Here `u = COEFFICIENTS dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # If one probability is nearly 1, `u - Σ p u` loses digits. Subtracting the u of this function first keeps them.
+    # If one probability is nearly 1, `u - Σ p u` loses digits. Subtracting the u of the most probable function first
+    # avoids the loss.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
@@ -104,8 +105,8 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. The default, 5,
-        gives the function a a probability of 0.91. For other parametrizations, each row of the truth table is the
+      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. With the default,
+        5, this function has a probability of 0.91. For other parametrizations, each row of the truth table is the
         sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
@@ -160,7 +161,10 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates that compute the functions `gates`, exactly for inputs 0 and 1. Inverts `harden`."""
+    """Return parameters of gates that compute the functions `gates`, exactly for inputs 0 and 1.
+
+    This function inverts `harden`.
+    """
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 

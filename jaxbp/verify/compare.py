@@ -164,8 +164,8 @@ def compare(
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
     The costs are time, memory, and compilation time. The differentiated sum of all results weights the elements of
-    non-scalar results with random numbers. The sum's Hessian is multiplied by a random direction, in forward over reverse
-    mode, or in reverse over reverse mode if a custom rule has no forward mode.
+    non-scalar results with random numbers. The sum's Hessian is multiplied by a random direction, in forward over
+    reverse mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.

@@ -27,7 +27,7 @@ class Streams(NamedTuple):
 
 
 def held(function: Callable) -> Callable:
-    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` are fixed as at `base`."""
+    """Return `function(*moved)` as a function of `(moved, base)`. Arguments of `stop_gradient` stay at `base`."""
 
     def run(moved, base):
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*moved)
