@@ -140,8 +140,8 @@ class Netlist(ByContent):
     def simplify(self) -> "Netlist":
         """Return a netlist that computes the same function with fewer gates.
 
-        - Constants, pass-throughs, and inverters become part of the gates that read them. If gate h reads gate g, and h
-          depends only on the two sources of g, then h reads these sources directly.
+        - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
+          the two sources of another gate reads these sources directly.
         - Equal gates become one gate. Gates are equal if they have the same function and sources, up to an inversion
           and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
         - Gates on which no output depends are removed.

@@ -35,7 +35,7 @@ class Automaton(ByContent):
     An automaton is a pytree, and jitted functions may close over it.
 
     Attributes:
-      perception, update: the wires of each layer. The first perception layer reads the nine cells in row-major order.
+      perception, update: the wires of each layer. Perception reads the nine cells in row-major order.
       order: row 0 orders the gates of each update layer so that neighboring lanes of a GPU kernel read different banks
         of shared memory. Row 1 has each gate's position in this order.
       periodic: whether opposite borders of the grid meet. If not, cells outside of the grid are zero.

@@ -105,8 +105,8 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. With the default,
-        5, this function has a probability of 0.91. For other parametrizations, each row of the truth table is the
+      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. With the default
+        of 5, the function has a probability of 0.91. For other parametrizations, each row of the truth table is the
         sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.

@@ -171,14 +171,14 @@ def compare(
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
       argnums: the arguments to differentiate with respect to; by default all floating arrays.
-      second_order: whether to compute the Hessian's product with a direction.
+      second_order: whether to compute the Hessian product.
       seconds: the least duration of a round of timing.
 
     Returns:
       A `Comparison`. If an implementation fails, it contains the reason.
 
     Raises:
-      ValueError: there is no floating argument to differentiate with respect to.
+      ValueError: there is no floating argument.
       Errors of the reference are raised unchanged.
     """
     require_function("compare", "function", function)

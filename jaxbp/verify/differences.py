@@ -12,7 +12,7 @@ from jaxbp.verify.derivatives import Arrays, flat, float64
 
 EPS = float(np.finfo(np.float64).eps)
 STEP_DIVISOR, STEPS = 8, 5
-"""The ratio of successive step sizes, and their largest number."""
+"""The ratio of successive step sizes, and the largest number of step sizes."""
 AT_ONCE, NUMBERS_AT_ONCE = 256, 2**21
 """One call moves at most `AT_ONCE` elements, with at most `NUMBERS_AT_ONCE` results per direction."""
 CONVERGED, DIVERGED = 1e-3, 1.5
