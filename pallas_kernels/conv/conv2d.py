@@ -1,8 +1,8 @@
 """Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
-output channels. A CTA of `correlate_batch` computes a tile of the filters' gradient, summed over some rows of dy and
-some examples, and XLA adds the sums of several CTAs.
+output channels. A CTA of `correlate_batch` computes a tile of dw for some rows of dy and some examples, and XLA adds
+the tiles of several CTAs.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum unrolled taps, which are positions of a filter. The limit bounds compile time. Not tuned."""
+"""Maximum unrolled filter positions, which bounds compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs of `correlate_batch`, several per multiprocessor."""
 
@@ -33,8 +33,6 @@ _WANTED_PROGRAMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateConfig:
-    """Tile of a CTA: `channels` output channels, and `lane_block` examples."""
-
     channels: int
     lane_block: int
 
@@ -47,12 +45,10 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    k is an output channel, c an input channel, (i, j) a position in the output, (u, v) a position in the filter, and n
-    an example. `stride` has one stride for i and one for j.
-
     Args:
-      x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
-      w: `(K, C, F, G)`.
+      x: `(C, H, W, N)`: C input channels, and a batch N that is a multiple of `LANES`.
+      w: `(K, C, F, G)`: K output channels.
+      stride: one stride for i and one for j.
 
     Returns:
       `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype, with float32 sums.
@@ -92,8 +88,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """The taps of all filters, which are triples (c, u, v) of an input channel, a row, and a column. Blocks of taps
-    have equal sizes. A kernel loops over the blocks, and unrolls each block."""
+    """All (input channel, row, column) triples of a filter, in blocks of equal size. A kernel loops over blocks, and
+    unrolls each block."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -117,8 +113,7 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Sizes of a CTA's tile of dw. The sum over dy's rows and the batch has `splits` parts, and a CTA computes one
-    part."""
+    """Tile of dw per CTA. The sum over dy's rows and the batch has `splits` parts, one per CTA."""
 
     out_channels: int
     in_channels: int
@@ -156,15 +151,15 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    k is an output channel, c an input channel, and n an example. (u, v) is a position in the filter, and (i, j) a
-    position in dy. `stride` has one stride for i and one for j. The order of summation is fixed.
+    The order of summation is fixed.
 
     Args:
-      dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
-      x: `(C, H, W, N)`. The filter has `H - (I - 1) * stride` rows and `W - (J - 1) * stride` columns.
+      dy: `(K, I, J, N)`: K output channels, and a batch N that is a multiple of `LANES`.
+      x: `(C, H, W, N)`: C input channels.
+      stride: one stride for i and one for j.
 
     Returns:
-      `(K, C, F, G)` in float32, for filters of F rows and G columns.
+      float32 `(K, C, F, G)`, where `F = H - (I - 1) * stride` and `G = W - (J - 1) * stride`.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
@@ -216,15 +211,13 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
 
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
-    """Tile of a CTA: one output channel, and `lane_block` examples."""
-
     lane_block: int
 
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` for dy `(K, R, N)`. k is an output channel, r a position, and n an
-    example. The result is float32, summed in a fixed order."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order. dy is `(K, R, N)`: output channels,
+    positions, and batch."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

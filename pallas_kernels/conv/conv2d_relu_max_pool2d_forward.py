@@ -1,9 +1,8 @@
 """Forward of `conv2d_relu_max_pool2d` in exact float32 on the CUDA cores, batch last.
 
 A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch, with one
-example per lane. A lane loads the patch, the part of the image that these windows need, into registers. It multiplies
-the patch by each weight, and keeps one sum per position of each window. Windows do not overlap, and the convolution's
-stride is 1.
+example per lane. A lane loads the patch, the pixels that these windows need, into registers. It multiplies the patch by
+each weight, and keeps one sum per position of each window.
 """
 
 import dataclasses
@@ -29,13 +28,8 @@ def _lane_block(N: int, at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Tiles of `forward`. If there would be fewer than the wanted CTAs, each CTA computes fewer channels and windows.
-
-    Attributes:
-      channels, windows: maximum output channels, and adjacent windows, whose sums a CTA keeps in registers.
-      lane_block: maximum examples per CTA.
-      programs_per_multiprocessor: wanted CTAs per multiprocessor.
-    """
+    """Maximum output channels, adjacent windows, and examples per CTA. Channels and windows decrease until the grid has
+    the wanted number of CTAs per multiprocessor."""
 
     channels: int
     windows: int
@@ -65,7 +59,8 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
     """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
-    k is an output channel, (p, q) is a window, (r, s) is one of its R x S positions, and n is an example.
+    (r, s) is one of the R x S positions in window (p, q), k an output channel, and n an example. Windows do not
+    overlap, and the convolution's stride is 1.
 
     Args:
       x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
@@ -84,7 +79,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # Divide each row of windows among as few CTAs as give the grid `wanted` CTAs.
+    # Use the fewest CTAs per row of windows that give the grid `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(
@@ -92,7 +87,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
         x,
         w.astype(jnp.float32),
         b.astype(jnp.float32),
-        # The backward reads the indices of a row of windows together.
+        # The backward reads the indices in this order.
         out=(jax.ShapeDtypeStruct((K, P, Q, N), x.dtype), jax.ShapeDtypeStruct((P, K, Q, N), jnp.uint8)),
         grid={"block": N // lane_block, "p": P, "step": steps // turns, "k": K // channels},
         name="conv2d_relu_max_pool2d",
@@ -131,8 +126,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Return `sums` plus the products for input channel c. For each output channel and window, `sums` has a list
-        with one vector per position of the window."""
+        """Return `sums` plus the products for input channel c. `sums` has one list per output channel and window, with
+        one vector per window position."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

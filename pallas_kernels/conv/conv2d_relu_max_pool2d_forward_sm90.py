@@ -1,13 +1,12 @@
 """Forward of `conv2d_relu_max_pool2d` in half precision on Hopper's tensor cores, batch last.
 
-A tile is a few rows and columns of pooling windows, for all output channels and 64 examples. A patch is the part of the
-images that a tile needs. For each of the R x S positions (r, s) in a window, `wgmma` multiplies a banded matrix of the
-filters by the patch:
+A tile is a few pooling windows, for all output channels and 64 examples. The patch is the part of the images that a
+tile needs. For each position (r, s) in a window, `wgmma` multiplies a banded matrix of the filters by the patch:
 
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
-(p, q) is a window of the tile, k an output channel, c an input channel, and n an example. (r + i, j) is a row and a
-column of the patch. The S matrices `weights` stay in shared memory. `docs/kernels/conv.md` describes the data flow.
+(p, q) is a window of the tile, k an output channel, c an input channel, n an example, and (r + i, j) a pixel of the
+patch. `weights` stays in shared memory. `docs/kernels/conv.md` describes the data flow.
 """
 
 import dataclasses
@@ -44,9 +43,8 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product, one per feature. A feature is one output channel in one window of the tile."""
+"""Rows of a `wgmma` product: one per output channel and window of the tile."""
 _MAX_PLACES = 4
-"""With more positions per window, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
@@ -59,7 +57,7 @@ _MIN_BATCH = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows and columns of windows in a tile, bytes per row of an operand, warpgroups per CTA, and stages per
+    """Windows per tile (rows and columns), bytes per row of an operand, warpgroups per CTA, and stages per
     warpgroup."""
 
     rows: int
@@ -78,17 +76,16 @@ class _Sizes(WindowTiles):
 
     @property
     def group(self) -> int:
-        """Elements per row of an operand."""
         return self.config.operand_bytes // _ITEM_BYTES
 
     @property
     def panels(self) -> int:
-        """Rows of an operand that together hold one pixel for all examples of a tile."""
+        """Operand rows for one pixel of all examples in a tile."""
         return EXAMPLES // self.group
 
     @property
     def features(self) -> int:
-        """Rows of a product, one per output channel and window of a tile. Zeros pad them to `_FEATURES` rows."""
+        """Rows of a product before padding."""
         return self.config.rows * self.K * self.config.columns
 
     @property
@@ -102,17 +99,17 @@ class _Sizes(WindowTiles):
 
     @property
     def band(self) -> int:
-        """Rows of the patch that the product for one window position reads."""
+        """Rows of the patch that one product reads."""
         return self.patch[0] - self.R + 1
 
     @property
     def summed(self) -> int:
-        """Length of the axis over which a product sums. Zero weights pad it to a multiple of `group`."""
+        """Length of a product's summed axis, padded with zero weights to a multiple of `group`."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: the rows of the patch, and the rows after the patch that the last product also reads."""
+        """Rows of a stage: the patch, and the rows after it that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -136,18 +133,17 @@ class _Sizes(WindowTiles):
     def fit(self) -> bool:
         return (
             self.features <= _FEATURES
-            # The product for the next window position begins one row of the patch later, at a tile of eight operand
-            # rows.
+            # Each product begins one patch row later than the previous product, at a tile of eight operand rows.
             and self.row % 8 == 0
-            # If a pixel takes several rows of an operand, a tile of eight operand rows must be one row of the patch.
+            # If a pixel takes several operand rows, a tile of eight operand rows must be one patch row.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two cycles per element of the
-        summed axis."""
+        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two per element of the summed
+        axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -183,9 +179,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    N may be any multiple of 64, and w is rounded to x's dtype. A tile's results are maxima of products of a patch of x
-    and banded matrices, whose zeros also multiply the patch. If an example's patch contains a NaN or an infinity, all
-    results of this example in the tile are therefore NaN.
+    N may be any multiple of 64. w is rounded to x's dtype. A NaN or an infinity in x makes all results of its example
+    in the tile NaN, because zeros of the banded matrices multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -203,7 +198,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The backward reads the indices of a row of windows together.
+            # The backward reads the indices in this order.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -215,7 +210,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # A thread reads data of other threads only after `commit_smem`.
+        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -224,13 +219,12 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter. These
-    are banded matrices, one for each column s of a pooling window. (p, q) is a window of a tile, k an output channel, c
-    an input channel, and (i, j) a pixel that a product reads."""
+    """Return the banded matrices `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside
+    of the filter. The module's docstring defines the letters."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
-    # The axes of w are K, C, s, p, q, i, j.
+    # Axes of w: K, C, s, p, q, i, j.
     w = w.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
     return jnp.pad(w, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - w.shape[2])))
 
@@ -246,8 +240,7 @@ def _patches(sizes: _Sizes, dtype: Any) -> Any:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of bulk copies that fill a stage. On a GPU, one copy fills it. In the simulator, each row of
-    each channel takes a separate copy."""
+    """Return the number of bulk copies per stage. Only a GPU can fill a stage by one copy."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -262,7 +255,7 @@ def _body(sizes, programs, *refs, program, warpgroup):
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices in
-    device memory, `weights` the same matrices in shared memory, and `place` the indices of the maxima."""
+    device memory, `weights` their copy in shared memory, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     x: Any
@@ -295,8 +288,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Copy the weights to shared memory, and zeros to the rows after each patch, which are multiplied by zero
-        weights. Uninitialized memory could contain NaN there, and NaN times zero is NaN."""
+        """Copy the weights to shared memory, and zeros to the rows after each patch. Zero weights multiply these rows,
+        but NaN in uninitialized memory would spread."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -6,8 +6,8 @@ A tile is a few pooling windows, for all output channels and 64 examples. `wgmma
 
 n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
 patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
-zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another warpgroup
-(docs/kernels/conv.md).
+zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another
+warpgroup.
 """
 
 import dataclasses
@@ -54,22 +54,22 @@ _ITEM_BYTES = 4
 _GROUP = 32
 """Examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Pixels in a row of an operand's tile: 32 bytes. A warp writes four such rows without a bank conflict."""
+"""Pixels per row of an operand's tile: 32 bytes. A warp writes four rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Rows of results per copy to device memory. The swizzle pattern repeats after eight rows."""
+"""Rows of results per copy to device memory: the period of the swizzle pattern."""
 _MAX_OUTPUTS = 256
 """Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _OTHER_REGISTERS = 40
-"""Registers per thread in addition to its sums and its part of a patch. With 40, ptxas spills none for LeNet."""
+"""Registers per thread besides sums and patch. With 40, ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
-"""Bytes of shared memory per multiprocessor and clock cycle."""
+"""Bytes per multiprocessor and clock cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows and columns of windows in a tile, input channels that are multiplied at a time, and warpgroups per CTA."""
+    """Windows per tile (rows and columns), input channels per step of the product, and warpgroups per CTA."""
 
     rows: int
     columns: int
@@ -90,7 +90,7 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Number of results in a tile per example: one per output channel and window."""
+        """Results per tile and example."""
         return self.K * self.windows
 
     @property
@@ -100,17 +100,16 @@ class _Sizes(WindowTiles):
 
     @property
     def steps(self) -> int:
-        """Number of steps of a tile's product. Each step multiplies one group of input channels."""
+        """Steps of a tile's product, one per group of input channels."""
         return self.C // self.config.channels
 
     @property
     def pixels(self) -> int:
-        """Pixels of the patch in one step, for all input channels of the step together."""
+        """Pixels of the patch per step, for all input channels of the step."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
     def boxed_channels(self) -> int:
-        """Output channels per copy of results to device memory."""
         return _BOX_ROWS // self.windows
 
     @property
@@ -136,17 +135,16 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles of accesses to shared memory for all tiles of 64 examples. TMA writes each
-        patch, threads read and write it, and the product reads the patch and the weights."""
+        """Return the estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch,
+        threads read and write it, and the product reads the patch and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, or None if no config fits. Among configs with equally many
-    warpgroups, choose the config with the fewest clock cycles. More warpgroups were faster even with more estimated
-    cycles: docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, then the fewest clock cycles, or None if none fits. More warpgroups
+    were faster even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -180,8 +178,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` with float32 x and w rounded to TF32, and with float32 sums.
 
-    N may be any multiple of 64. A NaN or an infinity in x also makes other windows of the same example NaN: see
-    `conv2d_relu_max_pool2d_forward_sm90.forward`.
+    N may be any multiple of 64. NaN and infinity in x spread as in `conv2d_relu_max_pool2d_forward_sm90.forward`.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
@@ -201,7 +198,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The backward reads the indices of a row of windows together.
+            # The backward reads the indices in this order.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -215,7 +212,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # A thread reads data of other threads only after `commit_smem`.
+        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -225,27 +222,25 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. (r, s) is a position in window (p, q) of a tile, and (i, j) a pixel of the patch. k is an output channel,
-    and c an input channel of the step."""
+    filter. (r, s) is a window position, c an input channel of the step, and the module's docstring defines the other
+    letters."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
     w = taps(lax.reduce_precision(w, 8, 10), i - (p * sizes.R + r), j - (q * sizes.S + s))
-    # The axes of w are K, C, r, s, p, q, i, j.
+    # Axes of w: K, C, r, s, p, q, i, j.
     w = w.reshape(sizes.K, sizes.steps, config.channels, *w.shape[2:]).transpose(1, 3, 4, 0, 5, 6, 2, 7, 8)
     return w.reshape(sizes.steps, sizes.outputs, sizes.pixels)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of bulk copies that fetch a patch. On a GPU, one copy fetches it. In the simulator, each row of
-    each channel takes a separate copy."""
+    """Return the number of bulk copies per patch. Only a GPU can fetch a patch by one copy."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 
 def _transposing() -> Any:
-    """Return the register layout in which a patch of 32 examples is transposed. A warp accesses 8 pixels of 4 examples
-    at a time. In the swizzled buffer, these are 8 pieces of 16 bytes in different banks. In the operand, they are 128
-    adjacent bytes."""
+    """Return the register layout for transposing a patch of 32 examples. A warp accesses 8 pixels of 4 examples at a
+    time. In the swizzled buffer these lie in different banks, and in the operand in 128 adjacent bytes."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -259,8 +254,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes its share of the tiles. `matrices` are the weights in device memory, `operands` the
-    transposed patches, and `place` the indices of the maxima."""
+    """One warpgroup. `matrices` are the weights in device memory, `operands` the transposed patches, and `place` the
+    indices of the maxima."""
 
     sizes: _Sizes
     x: Any

@@ -1,9 +1,8 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
-per lane, and keeps their sums in registers. A window reaches a cell if the filter, at some position of the window,
-reads pixels of the cell. For every such window, each lane multiplies each weight by dy at the position of the maximum,
-and by zero at the other positions.
+per lane and the sums in registers. For each window whose filter positions cover pixels of a cell, each lane multiplies
+each weight by dy at the position of the maximum, and by zero at the other positions.
 """
 
 import dataclasses
@@ -25,21 +24,15 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_CELL_SUMS = 48
 """Maximum sums of dx in a thread's registers."""
 _MAX_CELL_REGISTERS = 200
-"""Registers per thread for sums, gradients, and loads. The other registers are for weights."""
+"""Registers per thread for everything but weights."""
 _MAX_UNROLLED = 2000
-"""Maximum unrolled products. A thousand unrolled products take up to two seconds to compile."""
+"""Maximum unrolled products. A thousand take up to two seconds to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Tiles of `input_gradient`.
-
-    Attributes:
-      channels: input channels per CTA, a divisor of all input channels.
-      cells: adjacent cells per CTA. The last CTA of a row may have fewer.
-      ahead: output channels per iteration, a divisor of all output channels. Meanwhile, the gradients of the next
-        iteration load.
-    """
+    """Tile per CTA: `channels` input channels, and at most `cells` adjacent cells. `ahead` output channels are loaded
+    together, one iteration ahead."""
 
     channels: int
     cells: int
@@ -65,14 +58,14 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the most cells and channels per CTA that leave enough CTAs to keep the GPU busy.
+    # Choose the most cells and channels per CTA that keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
     enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
     channels = largest_divisor(C, most, enough)
 
-    # With fewer cells, a CTA multiplies less per iteration, and must load gradients further ahead.
+    # With fewer cells, an iteration multiplies less, and must load gradients further ahead.
     registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
     fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
     ahead = largest_divisor(K, min(4, -(-columns // cut.cells)), fits)
@@ -80,8 +73,7 @@ def _input_gradient_heuristic(
 
 
 class _Part(NamedTuple):
-    """Adjacent cells of dx, and the windows that contribute to them. `cells` is the number of cells, and `windows` has
-    the column of each window, relative to the first cell."""
+    """`cells` adjacent cells of dx, and the columns of the contributing windows, relative to the first cell."""
 
     cells: int
     windows: tuple[int, ...]
@@ -89,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of `columns` cells into groups of `cells` cells, one group per CTA. The last group may have
-    fewer cells. There are Q windows in a row. A filter has G columns, and a window S columns."""
+    """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows. A filter has
+    G columns, and a window S columns."""
 
     columns: int
     cells: int
@@ -104,7 +96,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the indices of the groups with this part. These groups are adjacent."""
+        """Map each distinct `_Part` to the indices of its groups, which are adjacent."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -119,8 +111,7 @@ class _Cut:
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Number of products along the column axis, summed over all distinct parts. A product is a window, a column of
-        the window, and a column of the filter that together contribute to a cell of the part."""
+        """Unrolled products along the column axis, summed over all distinct parts."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -142,10 +133,10 @@ def input_gradient(
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. There are K output
-        channels, P x Q windows, and N examples.
-      w: `(K, C, F, G)`, for C input channels, and filters of F rows and G columns.
-      input_size: H and W, the rows and columns of x.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima, for K output channels, P
+        x Q windows, and N examples.
+      w: `(K, C, F, G)`.
+      input_size: H and W.
 
     Returns:
       dx `(C, H, W, N)` in dy's dtype.
@@ -159,10 +150,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # One instruction loads the weights of several channels for one position of the filter.
+        # One instruction loads the weights of several channels for one filter position.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The most windows reach the middle rows. Their CTAs start first, so that the last CTAs take little time.
+        # The middle rows, to which the most windows contribute, start first. The last CTAs are then short.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -170,7 +161,7 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """Return the n-th of the integers 0 to `count - 1`, from the middle outwards. For a count of 5: 2, 3, 1, 4, 0."""
+    """Return the n-th of the integers below `count` from the middle outwards: 2, 3, 1, 4, 0 for a count of 5."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 
@@ -190,8 +181,8 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Compute dx in the cells of `part`, and write it. `at` has the row and column of the first cell, the index of
-        the block of input channels, and the slice of examples."""
+        """Write dx in the cells of `part`. `at` has the first cell's row and column, the index of the block of input
+        channels, and the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

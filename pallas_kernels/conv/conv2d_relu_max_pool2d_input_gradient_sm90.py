@@ -1,18 +1,16 @@
 """Input gradient of `conv2d_relu_max_pool2d` on Hopper's tensor cores, batch last.
 
 A group is a few adjacent pooling windows in a row. dx is divided into cells, each as high as a window and as wide as a
-group. A group reaches a cell if the filter, at some position of a window of the group, reads pixels of the cell. A
-group reaches the cell at its own position, some cells below it, and the cells directly to the right of these cells.
-`wgmma` computes each cell, with one row per example:
+group. `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row and j a column of cells. a counts the rows from the group down to the cell. b is 0 for the group in the
-cell's column, and 1 for the group to the left. `routed` has dy at the positions of the windows' maxima, and zeros
-elsewhere. `weights` has the filters.
+m is a row and j a column of cells and groups. a counts the rows from the group down to the cell. b is 0 for the group
+in the cell's column, and 1 for the group to the left. `routed` has dy at the positions of the windows' maxima, and
+zeros elsewhere. `weights` has the filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
-memory. A cell's sums stay in registers until the last row of windows that reaches the cell.
+memory. A cell's sums stay in registers until no later row of windows contributes to it.
 """
 
 import dataclasses
@@ -37,28 +35,26 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of an operand's tile. The columns of `routed` for one window position must fill whole tiles."""
+"""Columns of an operand's tile. The columns of `routed` for one window position fill whole tiles."""
 _MAX_WARPGROUPS = 4
-"""With four warpgroups per CTA, each thread has 128 registers, enough for its sums."""
+"""With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_SUMS = 96
-"""Sums per thread, for the cells in one column that one row of windows reaches. More sums spill registers."""
+"""Sums per thread, for the cells that one row of windows reaches. More spill registers."""
 _MIN_BATCH = 2048
 """Below this batch, cuBLAS is as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
-"""First version of JAX that is known to lower `jnp.concatenate` in a kernel."""
+"""First version of JAX known to lower `jnp.concatenate` in a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of adjacent windows in a group."""
-
     windows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes of groups of windows, and of cells of dx. There are K output and C input channels, P x Q windows of R x S
-    positions, and filters of F x G elements."""
+    """K output and C input channels, P x Q windows of R x S positions, filters of F x G elements, and `windows` windows
+    per group."""
 
     K: int
     P: int
@@ -103,7 +99,7 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of the operand `routed`: one for each window position and each element of dy in a group."""
+        """Columns of the operand `routed`: one per window position and element of dy in a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -158,7 +154,7 @@ def input_gradient(
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward stores the indices by rows of windows, so XLA transposes nothing.
+        # The forward stores the indices in this order, so XLA transposes nothing.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -177,19 +173,17 @@ def input_gradient(
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the matrices `weights[a, b]`, with rows (r, c, v) and columns (tr, ts, q, k). For the cell in
-    row m and column j, `routed` of the group in row m - a and column j - b is multiplied by the transpose of
-    `weights[a, b]`.
+    """Return `weights[a, b][(r, c, v), (tr, ts, q, k)] = w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0
+    outside of the filter.
 
     (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a group. c and k are input
-    and output channels. An element is `w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0 outside of the
-    filter.
+    and output channels. The module's docstring defines a and b.
     """
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
     w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
-    # The axes of w are K, C, a, b, r, v, tr, ts, q.
+    # Axes of w: K, C, a, b, r, v, tr, ts, q.
     return w.transpose(2, 3, 4, 1, 5, 6, 7, 8, 0).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
 
@@ -205,8 +199,8 @@ class _Program:
     Attributes:
       place: indices of the maxima.
       operands: the operand `routed` of each group, in shared memory.
-      staging: for each warpgroup, one row of its cell, in shared memory.
-      group: index of the group for which this warpgroup writes `routed`. The last warpgroup writes no `routed`.
+      staging: one row of a cell per warpgroup, in shared memory.
+      group: index of the group whose `routed` this warpgroup writes. The last warpgroup writes none.
     """
 
     sizes: _Sizes
@@ -239,8 +233,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add the contributions of row p of windows to the sums of the cells. Write the cell in row p, to which no
-        later row contributes. Return the next row's loaded operands, and the sums of the other cells."""
+        """Add row p of windows to the sums. Write the cells in row p, which are now complete. Return the next row's
+        loaded operands and the other cells' sums."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

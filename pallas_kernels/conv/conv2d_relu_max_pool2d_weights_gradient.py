@@ -33,17 +33,16 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Estimated registers per thread besides sums and patch. The estimated resident CTAs then agree with ptxas for
-LeNet."""
+"""Estimated registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
 _MAX_PATCH = 72
-"""Maximum elements of a patch. Larger patches were not measured: docs/lab/2026-11-24-lenet.md."""
+"""Maximum elements of a patch, the pixels under a thread's windows. Larger patches were not measured."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """Tiles of `weights_gradient`.
+    """Tile of `weights_gradient`.
 
     Attributes:
       channels: output channels per CTA, a divisor of all output channels.
@@ -61,8 +60,6 @@ class WeightsGradientConfig:
         return (N // LANES) * P * (Q // self.windows)
 
     def wanted_splits(self, dy: Any, x: Any) -> int:
-        """Return the number of splits for which there are at least `programs_per_multiprocessor` CTAs per
-        multiprocessor."""
         programs = self.programs_per_multiprocessor * device.target().multiprocessors
         return -(-programs // (x.shape[0] * (dy.shape[0] // self.channels)))
 
@@ -79,8 +76,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return how many sums a CTA computes: one per weight and one per bias, rounded up to a multiple of
-    `SUMMED_ROWS`."""
+    """Return a CTA's sums: one per weight and one per bias, rounded up to a multiple of `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -117,9 +113,10 @@ def weights_gradient(
     """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima. There are K output
-        channels, P x Q windows, and N examples.
-      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1. R and S are the window's rows and columns.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima, for K output channels, P
+        x Q windows, and N examples.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
+      window: R and S.
 
     Returns:
       dw `(K, C, F, G)` and db `(K,)` in float32.
@@ -131,7 +128,7 @@ def weights_gradient(
 def weights_gradient_interpreted(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute `weights_gradient` without shared memory, so that Pallas' interpreter can run it."""
+    """Compute `weights_gradient` without shared memory, for Pallas' interpreter."""
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=False)
 
 
@@ -145,7 +142,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices by rows of windows, so XLA transposes nothing.
+        # The forward stores the indices in this order, so XLA transposes nothing.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -177,8 +174,8 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Sum over the units of a split. Return one vector per weight and one per bias, each with one sum per lane, and
-        then vectors of zeros as padding."""
+        """Sum over the units of a split. Return one vector of sums per weight and per bias, with one element per lane,
+        and vectors of zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

@@ -1,9 +1,8 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which compute weight gradients on Hopper's tensor cores.
 
-A unit is one row of windows for the examples of one step. The routed gradient is dy for `conv2d`. For
-`conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. Each warpgroup multiplies 64 rows
-of one operand, x or the routed gradient, by the other operand. At the end, the CTA adds several sums to the gradient of
-each weight and bias, through the L2 cache.
+Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. The routed gradient is
+dy for `conv2d`. For `conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. At the end,
+the CTA adds several sums to the gradient of each weight and bias, through the L2 cache.
 """
 
 import dataclasses
@@ -27,8 +26,8 @@ _BLOCK_COLUMNS = 4
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run one warpgroup of a CTA for the units of the CTA's split, at most `per_split` units. `program` is a subclass
-    of `_Program`."""
+    """Run one warpgroup for its CTA's split, which has at most `per_split` units. `program` is a subclass of
+    `_Program`."""
 
     def accumulate(sums):
         first = split * per_split
@@ -40,14 +39,15 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses define how dy is copied, and how the routed gradient is computed from dy.
+    """One warpgroup. Subclasses copy dy, and compute the routed gradient from it. A unit is one row of windows for the
+    examples of one step.
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
       xs: stages in shared memory, each with rows of x and eight rows of ones.
       split, c, t: the CTA's split, part of the input channels, and part of the window positions.
-      first, steps: index of the split's first unit, and number of units in the split.
+      first, steps: the split's first unit, and number of units.
     """
 
     sizes: Sizes
@@ -138,7 +138,7 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Write the routed gradient of a step to a buffer in shared memory, and return the buffer's index."""
+        """Write a step's routed gradient to a buffer in shared memory, and return the buffer's index."""
         raise NotImplementedError
 
     @property
@@ -147,7 +147,7 @@ class _Program:
 
     @property
     def layout(self):
-        """Register layout with two rows per warp, for accesses to shared memory without bank conflicts."""
+        """Register layout with two rows per warp, which avoids bank conflicts in shared memory."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -183,7 +183,7 @@ class PooledProgram(_Program):
 
 
 class ConvolutionProgram(_Program):
-    """One warpgroup of `correlate_batch`, which rounds float32 dy to TF32 in place."""
+    """One warpgroup of `correlate_batch`. It rounds float32 dy to TF32 in place."""
 
     def routed_row(self, t, k, q):
         return (k * self.sizes.config.places + t) * self.sizes.Q + q

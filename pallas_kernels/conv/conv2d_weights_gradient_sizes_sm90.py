@@ -1,4 +1,4 @@
-"""Sizes of the kernels in `conv2d_weights_gradient_sm90`, and the choice of their config."""
+"""Sizes and configs of the kernels in `conv2d_weights_gradient_sm90`."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Rows of a `wgmma` tile. Each warpgroup has one tile."""
+"""Rows of a `wgmma` tile, one tile per warpgroup."""
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_COLUMNS = 160
@@ -16,18 +16,13 @@ _MAX_COLUMNS = 160
 _MAX_STAGES = 4
 """Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Bytes of shared memory for barriers, sums across warps, and a reserve. The stages were tuned with this value."""
+"""Bytes of shared memory for barriers and sums across warps, and a reserve. The stages were tuned with this value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of the sums among CTAs.
-
-    Attributes:
-      channels, places: input channels and window positions per CTA.
-      images_on_left: whether x is the left operand of the product. Otherwise, the routed gradient is the left operand.
-        Each warpgroup multiplies 64 rows of the left operand.
-    """
+    """The sums that a CTA computes: input channels and window positions. If `images_on_left`, x is the product's left
+    operand, otherwise the routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
 
     channels: int
     places: int
@@ -37,9 +32,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that follow from the shapes and a config. There are K output and C input channels, P x Q windows of R x S
-    positions, and N examples. x has H x W pixels. In `correlate_batch`, a window is R rows of one column of dy, and S
-    is 1."""
+    """K output and C input channels, P x Q windows of R x S positions, N examples, and H x W pixels of x. In
+    `correlate_batch`, a window is R rows of one column of dy, and S is 1."""
 
     K: int
     P: int
@@ -59,12 +53,12 @@ class Sizes:
 
     @property
     def band(self) -> int:
-        """Rows of x that the filters read for one row of windows."""
+        """Rows of x under one row of windows."""
         return self.H - self.P * self.R + self.R
 
     @property
     def ones(self) -> int:
-        """Index in a stage of the first row of ones. The rows of ones follow the rows of x."""
+        """Index of the first row of ones in a stage, after the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -77,7 +71,7 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Columns of a CTA's product, which are the rows of the right operand."""
+        """Columns of a CTA's product: the rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
@@ -87,8 +81,8 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of `LANES` elements that hold a CTA's gradients. dw comes first, in the order (input
-        channel, filter row, filter column, output channel), and db follows."""
+        """Vectors of `LANES` elements that hold a CTA's gradients: dw, in the order (input channel, filter row, filter
+        column, output channel), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -97,7 +91,7 @@ class Sizes:
 
     @property
     def gradient_rows(self) -> int:
-        """Rows of dy per stage. Each warpgroup routes an equal share of them."""
+        """Rows of dy per stage. Each warpgroup routes an equal share."""
         raise NotImplementedError
 
     @property
@@ -115,8 +109,7 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Number of parts of the input channels, and number of parts of a window's positions. A CTA computes one part
-        of each."""
+        """Numbers of parts into which CTAs divide the input channels and a window's positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -126,7 +119,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Number of units in all splits. A unit is one row of windows for the examples of one step."""
+        """Units in all splits. A unit is one row of windows for the examples of one step."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -143,15 +136,15 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles per unit, summed over the parts in `shares`. In a product, each column
-        takes two cycles per warpgroup. Loads take one cycle per 24 bytes."""
+        """Return the estimated clock cycles per unit, summed over the parts in `shares`. Each column of a product takes
+        two cycles per warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """Sizes for `weights_gradient`. A stage holds x, dy, and the indices of the maxima. Two other buffers hold the
-    routed gradient."""
+    """A stage of `weights_gradient` holds x, dy, and the indices of the maxima. Two other buffers hold the routed
+    gradient."""
 
     @property
     def gradient_rows(self) -> int:
@@ -190,8 +183,8 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles, or None if no config fits. `sizes` takes a config, and returns
-    the `Sizes` for this config. The operands must have multiples of eight rows, otherwise no config fits."""
+    """Return the config with the fewest clock cycles. `sizes` takes a config, and returns its `Sizes`. Return None if
+    none fits, or if an operand's rows are no multiple of eight."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

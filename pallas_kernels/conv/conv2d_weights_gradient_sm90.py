@@ -4,10 +4,10 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. i is a row, relative to the first row of x that the row of
-windows reads, and j is a column of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the
-positions of the maxima, and zero elsewhere. For a filter position (u, v), the gradient with respect to w[k, c, u, v] is
-the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
+c and k are input and output channels, and n is an example. i counts the rows of x under the row of windows, and j is a
+column of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and
+zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not
+used.
 
 A CTA computes the sums for a part of the input channels and a part of the window positions, over a split: a part of the
 rows of windows and of the batch. For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and
@@ -37,7 +37,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""In smaller batches, the tensor cores save less time than it takes to compute the gradients from the sums."""
+"""In smaller batches, computing the gradients from the sums takes longer than the tensor cores save."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -63,7 +63,7 @@ def weights_gradient(
     """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` on the tensor cores. float32 dy is rounded to
     TF32, and float32 x is truncated to TF32."""
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward stores the indices by rows of windows, so XLA transposes nothing.
+    # The forward stores the indices in this order, so XLA transposes nothing.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -78,8 +78,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return R, the smallest supported number of rows of dy per product, or None if no number is supported. R must
-    divide dy's rows. R times x's columns and R times dy's columns must be multiples of eight."""
+    """Return the fewest rows R of dy per product, or None if no R fits. R must divide dy's rows. R times x's columns
+    and R times dy's columns must be multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -96,7 +96,7 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
     """Return (dw, db) for a convolution with stride 1. dw is as in `conv2d.correlate_batch`, and db is the sum of dy
-    over all axes except the output channels.
+    per output channel.
 
     float32 dy is rounded to TF32, and float32 x is truncated to TF32.
 

@@ -1,13 +1,12 @@
 """Depthwise convolution of sequences and its gradients, with the channels as the last axis.
 
-Let x̄ be x with `before` zeros before the sequence and `after` zeros after it. Each channel c of an example n has one
-filter w of F elements:
+Each channel c has one filter w of F elements:
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
-Here t is a position in the output, and u is a position in the filter. A row is the block of channels at one position.
-The filters and the last F - 1 rows stay in registers, so a CTA loads each row once. The kernels use no shared memory,
-so they also run in the interpreter.
+n is an example. x̄ is x with `before` zeros before the sequence and `after` zeros after it. A row is the block of
+channels at one position. A CTA moves along the positions of one example. The filters and the last F - 1 rows stay in
+registers, so it loads each row once. The kernels use no shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -24,16 +23,16 @@ from pallas_kernels.core.layouts import LANES, quotient, vector_length, zeros_li
 from pallas_kernels.core.tiles import kernel
 
 MAX_FILTER_WIDTH = 8
-"""Maximum elements of a filter. In the backward, each element takes up to 12 of a thread's 255 registers."""
+"""Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM could not prove that two accesses are aligned, and
-would load single elements."""
+"""Maximum bytes of a row per thread: one access of Mosaic GPU. With two accesses, LLVM could not prove their alignment,
+and would load single elements."""
 _ROWS_AT_ONCE = 8
-"""Rows whose loads are in flight at once, to hide latency. Not tuned."""
+"""Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
-"""Rows per CTA. Not tuned."""
+"""Maximum rows per CTA. Not tuned."""
 _PROGRAMS = 8
-"""Wanted CTAs per multiprocessor. A CTA has more than the fewest rows only if this many CTAs remain. Not tuned."""
+"""Minimum CTAs per multiprocessor before a CTA gets more rows. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +85,8 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Write y at `_ROWS_AT_ONCE` positions from t on, and return the next `window`. `window` has the rows from
-            t to t + F - 2 of the padded x."""
+            """Write y at `_ROWS_AT_ONCE` positions from t on. Return the next `window`, the F - 1 rows of the padded x
+            before the next position's last row."""
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
@@ -122,8 +121,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    Here x̄ is the padded x, n an example, and c a channel. u is a position in the filter, and s a position in x̄. dy is
-    0 at positions outside of y. dx is the part of dx̄ without the padding. The sums for dw and db have a fixed order.
+    x̄ is the padded x. dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The sums for dw
+    and db have a fixed order.
 
     Args:
       dy: gradient with respect to y, in y's shape and dtype.
@@ -158,7 +157,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. The padded x has `positions` positions, which are divided among `parts` CTAs."""
+    """The body of `gradients`. `parts` CTAs divide the `positions` positions of the padded x."""
 
     config: Config
     before: int
@@ -169,15 +168,15 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """Compute the gradients for one part of the positions. If a gradient is unused, the reference to it is None."""
+        """Compute the gradients for one part of the positions. The reference to an unused gradient is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Compute dx at `_ROWS_AT_ONCE` positions from s on, and add the terms of these positions to dw and db.
-            `carry` is (window, dw, db), where `window` has the rows from s - F + 1 to s - 1 of dy."""
+            """Compute dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
+            dw, db), where `window` has the rows from s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
@@ -202,8 +201,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of one example in one block of channels. `before` rows of zeros precede them, and rows of zeros follow
-    them."""
+    """The rows of one example in one block of channels, between `before` rows of zeros and further rows of zeros."""
 
     ref: Any
     example: Any
@@ -232,7 +230,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th row of a CTA, and return the last carry. A CTA has
-    `rows` rows from row `first` on, but no row from `end` on."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's rows, `first` to `first + rows - 1` and
+    below `end`. Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

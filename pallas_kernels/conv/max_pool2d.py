@@ -21,8 +21,6 @@ from pallas_kernels.core.tiles import kernel
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """Tile of a CTA: one row of cells in one channel, for `lane_block` examples."""
-
     lane_block: int
 
 
@@ -43,8 +41,7 @@ def scatter_gradients(
 ) -> Array:
     """Compute `dx[c, i, j, n]`, the sum of `dy[c, p, q, n]` over the windows (p, q) whose maximum was at (i, j).
 
-    c is a channel, (i, j) an input position, and n an example. Windows may overlap, leave gaps, or reach into the
-    padding.
+    Windows may overlap, leave gaps, or reach into the padding.
 
     Args:
       dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
@@ -72,7 +69,7 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Per axis and window that can overlap the cell: the cells from the window's first cell to this cell, and the cell's
+    # Per axis and window that can overlap the cell: cells from the window's first cell to this cell, and the cell's
     # offset in the window.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 

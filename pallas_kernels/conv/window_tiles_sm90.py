@@ -16,7 +16,7 @@ BARRIER_BYTES = 1024
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
     """Sizes for tiles of `config.rows` x `config.columns` windows. There are K output and C input channels, P x Q
-    windows of R x S positions, and N examples. Filters have F x G elements."""
+    windows of R x S positions, N examples, and filters of F x G elements."""
 
     K: int
     P: int
@@ -36,7 +36,6 @@ class WindowTiles:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Rows and columns of the patch, the part of an image that a tile reads."""
         return self.config.rows * self.R + self.F - 1, self.config.columns * self.S + self.G - 1
 
     @property
@@ -50,7 +49,7 @@ class WindowTiles:
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
         """Return the row and column of a unit's first window, and the index of its block of examples. Consecutive units
-        have the same block, so that concurrent CTAs read the same images from the L2 cache."""
+        share the block, so that concurrent CTAs read the same images from the L2 cache."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)
