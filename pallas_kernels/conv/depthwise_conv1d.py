@@ -85,8 +85,8 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Write y at `_ROWS_AT_ONCE` positions from t on. Return the next `window`, the F - 1 rows of the padded x
-            before the next position's last row."""
+            """Write y at `_ROWS_AT_ONCE` positions from t on, and return the next `window`. `window` has the rows from
+            t to t + F - 2 of the padded x."""
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])

@@ -12,11 +12,9 @@ from typing import Any
 import jax
 
 _LOWERING = "pallas.mosaic_gpu.lowering"
-"""End of the name of JAX's module that lowers a body."""
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
 """Folders whose lines an explained error does not name."""
 _JIT = ("jit", "pjit")
-"""Names of the primitive of `jax.jit` in different versions of JAX."""
 
 _ADVICE = {
     r"^(scan|while): .*(FragmentedArray|unexpected layout)": (
@@ -63,12 +61,12 @@ _ADVICE = {
         "over whole vectors, loops, and `jnp.where`. Compute `{primitive}` outside of the kernel"
     ),
 }
-"""Maps a pattern for `primitive: message` to the reason and a correction. The first matching pattern applies."""
+"""Pattern for `primitive: message` -> reason and correction. The first matching pattern applies."""
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains `error`, or None if no pattern matches. `error` was raised while the body of the
-    kernel `name` was lowered."""
+    """Return an error that explains `error`, which Mosaic GPU raised for the kernel `name`, or None if no pattern
+    matches."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -80,8 +78,8 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the JAX equations that were being lowered when the error was raised. The first is an equation of the body.
-    Each further equation is nested in the equation before it."""
+    """Yield the JAX equations that were being lowered when the error was raised: an equation of the body, then each
+    equation nested in the previous one."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -91,7 +89,7 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the line of the body with the innermost equation, or "" if the line is unknown.
+    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if the line is unknown.
 
     For an equation within a jitted function such as `jnp.dot`, return the line of the call. JAX traces that function
     once, so its equations have the line of its first call.

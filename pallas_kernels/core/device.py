@@ -1,6 +1,5 @@
 """The GPU that kernels are traced for: the GPU that `targeting` selects, else JAX's default device if it is a GPU, else
-Hopper. The GPU need not be present, so any machine can lower kernels for CUDA.
-"""
+Hopper. No GPU need be present, so any machine can lower kernels for CUDA."""
 
 import contextlib
 import ctypes
@@ -13,8 +12,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as its driver describes it. `shared_bytes` are bytes of shared memory per CTA, and `registers` are 32-bit
-    registers per multiprocessor."""
+    """A GPU, as its driver describes it, with bytes of shared memory per CTA and 32-bit registers per
+    multiprocessor."""
 
     kind: str
     capability: tuple[int, int]
@@ -25,7 +24,7 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether the device has the bulk copies and barriers that Mosaic GPU needs."""
+        """Whether the device has the bulk copies and barriers of Hopper, which Mosaic GPU needs."""
         return self.capability >= (9, 0)
 
 
@@ -38,7 +37,7 @@ _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """`CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`, `L2_CACHE_SIZE`, and
 `MAX_REGISTERS_PER_MULTIPROCESSOR`."""
 
-# The value of a JAX context is part of jit's cache key, unlike a global variable.
+# Unlike a global variable, a JAX context is part of jit's cache key.
 _target_context = jax.make_user_context(None)
 
 
@@ -50,7 +49,6 @@ def targeting(device: Device) -> Iterator[None]:
 
 
 def target() -> Device:
-    """Return the GPU that kernels are traced for: `gpu()`, or Hopper if `gpu()` is None."""
     return gpu() or HOPPER
 
 
@@ -63,7 +61,6 @@ def gpu() -> Device | None:
 
 
 def kernels_run() -> bool:
-    """Whether `gpu()` is a GPU for which Mosaic GPU compiles kernels."""
     device = gpu()
     return device is not None and device.runs_kernels
 
@@ -90,8 +87,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return an attribute of a device from the driver, because JAX exposes only some attributes. If the driver fails,
-    return `default`."""
+    """Return an attribute that JAX does not expose from the driver, or `default` if the driver fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

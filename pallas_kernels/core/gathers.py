@@ -3,9 +3,9 @@
 Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations, except in the
 simulator.
 
-A block is an array in registers of shape `(lanes, width)`. Thread `i % LANES` of the warpgroup holds row i. A row has
-`width` adjacent elements, of at most 16 bytes or a multiple of 16 bytes. Vectors have the shape `(lanes,)`. `lanes` is
-a multiple of `LANES`.
+A block is an array `(lanes, width)` in registers. Thread `i % LANES` of the warpgroup holds row i, of `width` adjacent
+elements: at most 16 bytes, or a multiple of 16 bytes. A vector has the shape `(lanes,)`. `lanes` is a multiple of
+`LANES`.
 """
 
 import functools
@@ -30,13 +30,13 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector of `lanes` elements. The thread that holds element i also holds row i of a
-    block with as many rows."""
+    """Return the register layout of a vector. The thread that holds element i also holds row i of a block `(lanes,
+    width)`."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return two int32 arrays `(lanes, width)` in registers: the row index and the column index of every element."""
+    """Return two int32 blocks `(lanes, width)`: the row index and the column index of every element."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -83,8 +83,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` in registers. `places` has one integer array `(lanes, width)` per axis of `ref`, and the
-    result has the same shape."""
+    """Return `ref[places]` in registers. `places` has one integer array `(lanes, width)` per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -102,7 +101,7 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
     """Set `ref[places] = values`. `places` has one integer array per axis of `ref`, and all arrays are in registers. If
-    two values have equal indices, either value may remain."""
+    two values have equal indices, either may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -163,8 +162,8 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return a float32 array with one row per lane, and one column per argument. Column k has the sums of the rows of
-    the k-th argument. Each row is summed from left to right."""
+    """Return a float32 array `(lanes, arguments)`. Column k has the sums of the rows of the k-th argument, added from
+    left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -188,8 +187,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 def computed_here(block: Array) -> Array:
     """Return the float32 block unchanged, and make the compiler compute it before the code that follows.
 
-    Otherwise, LLVM moves the last addition to a loop's carry to the end of the loop's body. Until that addition, the
-    terms need as many registers as the carry.
+    Otherwise, LLVM adds a loop's terms to the carry only at the end of the loop's body. The terms then need as many
+    registers as the carry.
     """
     if simulating() is not None:
         return block
@@ -208,11 +207,10 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving a thread's accesses to shared memory from one side of this call to the other.
+    """Keep the compiler from moving a thread's accesses to shared memory across this call.
 
-    LLVM treats shared memory as an object of size zero, and may assume that accesses to elements and to vectors never
-    overlap. Instead of loading a vector, LLVM may then reuse the vector that was last stored, and miss additions to its
-    elements.
+    LLVM may assume that accesses to elements and to vectors in shared memory never overlap. Instead of loading a
+    vector, it may then reuse the vector that was last stored, and miss additions to its elements.
     """
     if simulating() is not None:
         return
@@ -245,9 +243,9 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
-        same length. Each address is a multiple of the number of bytes in a block's row.
-      array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the end
-        of the reference are copies of its last element.
+        same length. Each address is a multiple of the bytes in a block's row.
+      array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the
+        reference's end are copies of its last element.
     """
     lanes, width = shape
     if simulating() is not None:
@@ -278,8 +276,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each list's block to the elements that `load_of` would load. Elements beyond the end of a reference are not
-    written."""
+    """Write each list's block to the elements that `load_of` would load, except those beyond the end of a reference."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):
@@ -363,7 +360,6 @@ def _chosen(lists, array):
 
 
 def _place(start, k, width):
-    """Return the index of the first element of this thread's k-th row."""
     thread = arith.remui(mgpu.utils.thread_idx(), _i32(LANES))
     row = arith.muli(arith.addi(thread, _i32(k * LANES)), _i32(width))
     return arith.addi(start.registers.item(), row)

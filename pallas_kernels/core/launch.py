@@ -8,8 +8,8 @@ after the grid's axes:
 
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
-Lowered for CUDA, the body is a Mosaic GPU kernel. On other platforms, it runs in Pallas' interpreter. `launch` binds a
-JAX primitive. JAX traces the body only when it lowers this primitive: see docs/architecture.md.
+On CUDA, the body becomes a Mosaic GPU kernel. On other platforms, Pallas' interpreter runs it. `launch` binds a JAX
+primitive, and JAX traces the body only when it lowers this primitive: see docs/architecture.md.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ from typing import Any
 
 import jax
 
-# Importing `fuser` adds its settings to jit's cache key. If it were imported later, with the first kernel, JAX would
-# compile every earlier program again.
+# Importing `fuser` adds its settings to jit's cache key. With a later import, JAX would recompile earlier programs.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
@@ -70,19 +69,19 @@ def launch(
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
-      warpgroups: warpgroups per CTA, distinguished by the body's keyword argument `warpgroup`.
-      cluster: axis name -> number of CTAs along this axis. Each point of `grid` then has a cluster of CTAs, which can
-        access each other's shared memory.
+      warpgroups: warpgroups per CTA. The body gets the index of its warpgroup as the keyword argument `warpgroup`.
+      cluster: axis name -> number of CTAs. Each point of `grid` then has a cluster of CTAs, which can access each
+        other's shared memory.
       scratch: shared memory and barriers. A kernel with scratch runs only on GPUs and in the simulator: see `on_gpu`.
       barriers: whether Mosaic synchronizes a warpgroup before and after each store. Pass False if the body has a
         barrier, such as `plgpu.commit_smem`, before each read of data that another thread wrote.
-      sums_across_warps: whether the body sums along an axis that several warps share. If so, 2 KiB of shared memory are
-        reserved.
-      in_place: index of an input among all leaves of `arrays` -> index of an output of the same shape and dtype. The
-        output may then use the input's memory. Only the CTA that reads an element may write it, after the read. If a
-        program still needs the input after the launch, XLA copies it first.
+      sums_across_warps: whether the body sums along an axis that several warps share. This reserves 2 KiB of shared
+        memory.
+      in_place: index of an input among all leaves of `arrays` -> index of an output of the same shape and dtype, which
+        may then use the input's memory. Only the CTA that reads an element may write it, after the read. XLA copies the
+        input first if it is used after the launch.
       skippable: indices of entries of the tuple `out`. If a compiled program does not use an entry, the body gets None
-        for it, and must not write it. A kernel with `in_place` cannot skip outputs.
+        for it, and must not write it. Excludes `in_place`.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
         about the rounding error of float32, and the error of `tanh` is 2^-11.
 
@@ -105,8 +104,7 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return two functions that take the arrays and run the body: one for CUDA, and one for the interpreter.
-        `entries` says which outputs the body writes."""
+        """Return two functions that take the arrays and run the body: one for CUDA, and one for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -114,7 +112,7 @@ def launch(
         return mosaic, functools.partial(_interpret, body, **call)
 
     inputs, arrays = arrays, jax.tree.leaves(arrays)
-    # A weakly typed argument would change the dtypes in a body, and kernels that are compiled ahead do not accept it.
+    # A weakly typed argument would change dtypes in a body, and kernels that are compiled ahead reject it.
     arrays = unify_varying_axes(
         [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
     )
@@ -129,8 +127,7 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether this version of JAX passes mutable references to kernels, which `in_place` needs. Without them, `in_place`
-has no effect."""
+"""Whether this version of JAX passes mutable references to kernels. Without them, `in_place` has no effect."""
 
 
 def _mosaic(
@@ -174,19 +171,18 @@ def _mosaic(
     )(*arrays)
     if not shared:
         return results
-    # Without the barriers, XLA would fuse a launch with a slice before it, or with an update of a slice after it. XLA's
-    # fusion has separate memory for the argument and the result, but the kernel writes to the argument.
+    # Without the barriers, XLA would fuse a launch with a slice before it, or a slice update after it. The fusion's result
+    # has separate memory, but the kernel writes to its argument.
     return outputs({i: lax.optimization_barrier(arrays[i][...]) for i in in_place}, results)
 
 
 _MAX_OUTER_CTAS = 2**16 - 1
-"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide, compute capabilities). The last axis of a grid
-is the x axis, which takes 2**31 - 1 CTAs."""
+"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide). The last axis of a grid is the x axis, for up
+to 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return `indices` with a CTA's index along each axis of the grid, instead of the CTA's index in the flattened
-    grid."""
+    """Return `indices` with a CTA's index along each axis of `grid`, instead of its index in the flattened grid."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -196,7 +192,7 @@ def _along_axes(grid, indices):
 
 @contextlib.contextmanager
 def _recording_lines():
-    """Return a context in which operations record their source line in the body, not the line that calls `launch`."""
+    """Return a context in which operations record their line in the body, not the line that calls `launch`."""
     outside = _source_info_context.context
     _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
     try:
@@ -230,11 +226,9 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result with `ndim` axes. It has the arrays' mesh, and partitions no axis of the result.
-
-    All axes of this mesh must be automatic. If no array has such a mesh, return None, because the caller of `launch`
-    determines the sharding on explicit and manual axes.
-    """
+    """Return the sharding of a result with `ndim` axes: replicated on the arrays' mesh. Return None unless some array
+    has a mesh with only automatic axes, because the caller of `launch` determines the sharding on explicit and manual
+    axes."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -242,8 +236,8 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One entry of the tuple `out` of `launch`. `shapes` has the shapes and dtypes of its leaves. `skippable` says
-    whether the kernel may skip the entry, and `kept` whether the kernel writes the entry."""
+    """One entry of the tuple `out` of `launch`, with the shapes and dtypes of its leaves. `kept` says whether the
+    kernel writes the entry."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -251,8 +245,7 @@ class _Entry:
 
 
 def _bind(name, functions, arrays, entries, in_place):
-    # JAX traces the body later, during lowering, when other contexts may be set. The x64 setting of this call is
-    # therefore passed along.
+    # JAX traces the body later, during lowering, possibly with another x64 setting.
     x64 = jax.config.jax_enable_x64
 
     def parameters(entries):
@@ -272,7 +265,7 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Remove unused outputs that the kernel can skip. JAX calls this function when it removes unused operations."""
+    """Remove unused outputs that the kernel can skip: JAX's rule for dead code."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):
@@ -303,12 +296,10 @@ def _trace(function, x64, *arrays):
 
 
 def has_explicit_axes() -> bool:
-    """Whether `jax.set_mesh` has set a mesh with explicit axes."""
     return AxisType.Explicit in get_abstract_mesh().axis_types
 
 
 def on_no_mesh() -> contextlib.AbstractContextManager:
-    """Return a context in which no mesh is set."""
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
@@ -358,11 +349,10 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, return the arrays, cast so that all vary along the same mesh axes. These are all axes along
-    which any array varies.
+    """Within shard_map, cast the arrays so that all vary along every mesh axis along which any of them varies.
 
-    The transpose of this cast is a sum over devices. If an array is the same on all devices, autodiff therefore sums
-    its gradient over the devices.
+    The cast's transpose is a sum over devices. If an array is the same on all devices, autodiff therefore sums its
+    gradient over the devices.
     """
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
@@ -387,8 +377,8 @@ def _warn_interpreted() -> None:
 
 
 def batch_last(x: Array) -> Array:
-    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, and pad it with zeros to a multiple of `LANES`.
-    Each lane has one example."""
+    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, with one example per lane. Zeros pad it to a
+    multiple of `LANES`."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

@@ -12,14 +12,14 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads in a warpgroup: four warps of 32 threads (PTX ISA, wgmma). Vectors have a multiple of `LANES` elements."""
+"""Threads in a warpgroup (PTX ISA, wgmma). Vectors have a multiple of `LANES` elements."""
 
 OPERAND_BYTES = 128
 """Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
-    """Load `ref` into registers with the given layout. `optimized=False` also permits layouts with slower accesses."""
+    """Load `ref` into registers. `optimized=False` also permits layouts with slower accesses."""
     if simulating() is not None:
         return ref[...]
     # Older versions of the simulator lack `plgpu.load`. Older versions of JAX require an index.
@@ -29,7 +29,7 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Write `value` to `ref`. `value` may have any register layout."""
+    """Write `value`, which may have any register layout, to `ref`."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -37,14 +37,12 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` sums at once: two tiles of its layout, 16 rows each. Not tuned."""
+"""Rows that `sums_over_lanes` sums at once: two tiles of its layout. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
-    """Sum each row of `rows (n, lanes)` in shared memory, and write the sums to `totals (n,)` in device memory.
-
-    n is `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of `LANES`.
-    """
+    """Write the sum of each row of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory. n is
+    `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of `LANES`."""
     # A warp reads four rows, with eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
@@ -64,23 +62,23 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return a `plgpu.SMEM` for an operand of the tensor cores. It is swizzled, in tiles of eight rows of `row_bytes`
-    bytes each."""
+    """Return a `plgpu.SMEM` for an operand of the tensor cores, swizzled in tiles of eight rows of `row_bytes`
+    bytes."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies, whose last axis may have at most `OPERAND_BYTES` bytes. Swizzling
-    avoids bank conflicts when threads store a `wgmma` accumulator."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies. Its last axis has at most `OPERAND_BYTES` bytes. Swizzling avoids
+    bank conflicts when threads store a `wgmma` accumulator."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box` for bulk copies. In device memory, a copy to the operand must begin at a multiple of the size of the operand's
-    tiles. A copy to the box may begin anywhere. In the simulator, the result is only the operand."""
+    `box` for bulk copies. In device memory, copies to the operand must begin at multiples of its tiles. Copies to the
+    box may begin anywhere. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -90,13 +88,13 @@ def as_operand(ref: Any) -> Any:
 
 
 def as_box(ref: Any) -> Any:
-    """Return the box of `ref`, a reference to memory from `operand_and_box`. In the simulator, there is no box."""
+    """Return the box of memory from `operand_and_box`, except in the simulator, which has no box."""
     return ref[1]
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Add the product of `left` and `right` to `sums` with `plgpu.wgmma`, where `left` is in registers. The simulator
-    first copies `left` to `scratch` in shared memory."""
+    """Add the product of `left`, in registers, and `right` to `sums` with `plgpu.wgmma`. The simulator first copies
+    `left` to `scratch` in shared memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -108,8 +106,8 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return each array of `sums` plus matrix products. `add` takes one accumulator per array, and adds products to the
-    accumulators with `plgpu.wgmma`."""
+    """Return `sums` plus matrix products. `add` takes one accumulator per array of `sums`, and adds products to it with
+    `plgpu.wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -122,26 +120,24 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to TF32, because the tensor cores would truncate them. Return other dtypes unchanged."""
+    """Round float32 values to TF32, which the tensor cores would truncate. Return other dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # In the NaN that a GPU computes, all bits except the sign are set. The addition would turn this NaN into -0.
+    # The NaN that a GPU computes has all bits but the sign set. The addition would turn it into -0.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`, to begin a loop whose carry has this layout. A carry
-    must keep its layout."""
+    """Return float32 zeros in the register layout of `vector`, for a loop's carry, which must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest supported length of a vector that divides the number of lanes. The arrays come from
-    `batch_last`, so their last axis has the lanes.
+    """Return the largest supported vector length that divides the lanes, the last axis of arrays from `batch_last`.
 
     A thread loads up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors of different
-    dtypes can be combined only if their threads load the same number of elements, which is then 2.
+    dtypes combine only if threads load equally many elements of each, which is then 2.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -149,23 +145,23 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` and `%` examine signs, which takes ten more operations.
-    Some of these operations convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
+    """Return `number // divisor` for a nonnegative number. `//` and `%` also examine signs, in ten more operations.
+    Some convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    """Return `number % divisor` for a nonnegative number, with fewer operations than `%`: see `quotient`."""
+    """Return `number % divisor` for a nonnegative number: see `quotient`."""
     return number % divisor if isinstance(number, int) else lax.rem(number, _like(number, divisor))
 
 
 def _like(number, divisor):
-    """Return `divisor` in the dtype of `number`. In 64-bit mode, JAX would convert an integer to 64 bits."""
+    """Return `divisor` in the dtype of `number`. JAX would convert an integer to 64 bits in 64-bit mode."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n` up to `limit` for which `accepts` returns True, or 1 if there is none."""
+    """Return the largest divisor of `n` up to `limit` for which `accepts` returns True, or 1."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

@@ -1,7 +1,5 @@
-"""Mosaic GPU, imported when a kernel first uses one of its names, because the import is slow.
-
-Kernels import `plgpu` from this module, and use it only within functions.
-"""
+"""Mosaic GPU, imported when a kernel first uses one of its names, because the import is slow. Kernels use `plgpu` only
+within functions."""
 
 import importlib
 import types

@@ -1,13 +1,12 @@
 """The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
 
-A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage
-`step % stages`, and then signal the stage's barrier, at which readers wait. There are two ways to keep the ring of
-stages full:
+A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
+stages`, and then signal the stage's barrier, at which readers wait. The ring of stages has two uses:
 
 - The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
-  `fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
-- A producer warpgroup fetches, and consumer warpgroups compute. `produce` fills a stage again when the consumers have
-  `release`d it.
+`fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
+- A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when the consumers have
+`release`d it.
 
 The buffers of JAX's `plgpu.emit_pipeline` do not fit in shared memory in LayerNorm's backward:
 docs/lab/2026-11-22-pipelines.md.
@@ -35,8 +34,7 @@ class Ring:
         index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: the only stage that this ring uses, or None if it uses all stages. Several warpgroups can thus share
-        the arrays of stages.
+      fixed_stage: the ring's only stage, if several warpgroups share the arrays of stages; None for all stages.
       turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """
 
@@ -52,7 +50,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. `prepare` is called first, and returns when the stage is free."""
+        """Start a step's copies if the step exists. `prepare()` is called first, and returns when the stage is free."""
 
         def start():
             prepare()
@@ -77,14 +75,14 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies as soon as all consumers have released its stage. `source` is passed on to `copy`."""
+        """Start a step's copies once all consumers have released its stage. `source` is passed on to `copy`."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until the stages of the last steps are released, where `steps` counts all steps. A CTA may not end while
-        another CTA arrives at its barriers."""
+        """Wait until the last of `steps` steps are released. A CTA may not end while another CTA arrives at its
+        barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-# The value of a JAX context is part of jit's cache key, unlike a global variable.
+# Unlike a global variable, a JAX context is part of jit's cache key.
 _simulation = jax.make_user_context(None)
 
 
@@ -23,7 +23,7 @@ def simulating() -> Any:
 def simulated() -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, slowly, on the CPU.
 
-    Floats in new memory are NaN, and integers are the largest value of their dtype. An out-of-bounds read raises an
+    New memory has NaN floats, and integers that are the largest value of their dtype. An out-of-bounds read raises an
     error. A data race raises an error where it occurs, or a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p

@@ -26,11 +26,11 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function that launches a kernel, together with the kernel's requirements and heuristic.
+    """A function that launches a kernel, with the kernel's requirements and heuristic.
 
     Attributes:
-      name: name of the file and of the function, such as `conv2d.correlate`.
-      capability: the only compute capability that the kernel supports, or None if it supports all from 9.0 on.
+      name: file and function, such as `conv2d.correlate`.
+      capability: the only supported compute capability, or None for all from 9.0 on.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Kernel:
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:
-        """Whether the arguments are supported and the heuristic has a config for them."""
         return self.unsupported(*arrays, **options) is None and self.heuristic(*arrays, **options) is not None
 
     def __call__(self, *arrays: Any, config: Any | None = None, **options: Any) -> Any:

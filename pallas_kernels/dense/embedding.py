@@ -20,7 +20,7 @@ from pallas_kernels.core.tiles import kernel
 _LONG_RUN = 64
 """Fewest tokens of a long run. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Vectors whose loads are in flight at once, to hide latency. Not tuned."""
+"""Vectors whose loads are in flight at once. Not tuned."""
 _BLOCKS_AT_ONCE = 8
 """Maximum blocks of features that a CTA computes at once, for a short run. Not tuned."""
 
@@ -48,7 +48,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
       order: `(tokens,)`, int32, the indices of the tokens, sorted by the row that each token selects.
-      starts: `(rows + 1,)`, int32. The run of row r is from `starts[r]` to `starts[r + 1]` (exclusive).
+      starts: `(rows + 1,)`, int32.
 
     Returns:
       dtable `(rows, features)` in dy's dtype, summed in float32. Rows without tokens are 0.
@@ -111,11 +111,10 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the indices of the rows with long runs. So that the array has a fixed length, its unused elements are a
-    sentinel, the number of rows.
+    """Return the indices of the rows with long runs, and then the number of rows as padding to a fixed length.
 
-    A long run has at least `_LONG_RUN` tokens. It contains a position that is a multiple of `_LONG_RUN`, so only the
-    rows at these positions are tested.
+    A long run has at least `_LONG_RUN` tokens, and thus contains a multiple of `_LONG_RUN`. Only the rows at these
+    positions are tested.
     """
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)

@@ -1,5 +1,4 @@
-"""The gradients of a dense layer in exact float32, with the batch last, by the kernels of `conv.conv2d`. A dense layer
-is a 1 x 1 convolution."""
+"""Gradients of a dense layer, a 1 x 1 convolution, in exact float32, batch last, by the kernels of `conv.conv2d`."""
 
 from jax import Array
 
@@ -7,17 +6,17 @@ from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
 
 
 def input_gradient(dy: Array, w: Array) -> Array:
-    """Compute `dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype. i is an input, o
-    an output, and n an example."""
+    """Compute `dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype, for outputs,
+    inputs, and examples."""
     return correlate(dy[:, None, None, :], w.T[:, :, None, None])[:, 0, 0, :]
 
 
 def weight_gradient(dy: Array, x: Array) -> Array:
-    """Compute `dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32. i is an input, o an
-    output, and n an example."""
+    """Compute `dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32, for outputs,
+    inputs, and examples."""
     return correlate_batch(dy[:, None, None, :], x[:, None, None, :])[:, :, 0, 0]
 
 
 def bias_gradient(dy: Array) -> Array:
-    """Compute `db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32. o is an output, and n an example."""
+    """Compute `db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32, for outputs and examples."""
     return sum_batch(dy[:, None, :])

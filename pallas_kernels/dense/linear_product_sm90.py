@@ -22,14 +22,14 @@ from pallas_kernels.core.tiles import check_divides
 
 ITEM_BYTES = 2
 STEP = OPERAND_BYTES // ITEM_BYTES
-"""Elements of the summed axis per step. They fill one row of an operand's tile."""
+"""Elements of the summed axis per step: one row of an operand's tile."""
 
 CONSUMERS = 2
 """Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A multiprocessor has 512 registers for a producer thread
-and two consumer threads together."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer thread and two consumer threads share
+512."""
 
 _RASTER_COLUMNS = 2048
 """Columns of the result that concurrent tiles cover. Half and twice this number were slower:
@@ -38,14 +38,13 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of the result into tiles, and of the tiles among CTAs.
+    """Size of a CTA's tile, and the division of tiles among CTAs.
 
     Attributes:
-      rows, columns: size of a CTA's tile.
       splits: parts of the summed axis.
       cluster: CTAs per cluster, 1 or 2.
-      raster: columns of tiles in a block of the result. The blocks are computed one after another. 0 means a single
-        block.
+      raster: width, in tiles, of the blocks into which the result is divided. CTAs compute one block after another. 0
+        means a single block.
     """
 
     rows: int
@@ -73,9 +72,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and the column of the tile with this index, counted in tiles. Tiles are numbered row by row within
-    a block of `width` columns and `rows` rows of tiles, and then block by block. `plgpu.planar_snake` would visit every
-    other block from its bottom."""
+    """Return the row and column, in tiles, of the tile with this index. Tiles are numbered block by block, and row by
+    row within a block of `width` columns and `rows` rows of tiles."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -97,7 +95,7 @@ class Product:
 
     @property
     def turns(self) -> int:
-        """Tiles in progress per CTA: two in the ping-pong schedule, else one."""
+        """Tiles in progress per CTA."""
         return CONSUMERS // self.consumers
 
     @property
@@ -131,14 +129,14 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand, so that each CTA of a cluster sends its copies to both
+        """Keyword arguments for copies of the right operand: each CTA of a cluster multicasts its copies to both
         CTAs."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Two arrays of barriers. Copies arrive at the barriers of the first array, which has one per turn and stage.
-        Consumers release a stage at its barrier in the second array."""
+        """Two arrays of barriers: one per turn and stage, at which copies arrive, and one per stage, at which consumers
+        release it."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -181,7 +179,6 @@ class Product:
         @pl.when(warpgroup == PRODUCER)
         def _():
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            # No CTA may end while another CTA's consumers arrive at its barriers.
             ring.drain(self.visit_tiles(functools.partial(self.produce, ring), cluster, cta, first=0, stride=1))
 
         @pl.when(warpgroup < PRODUCER)

@@ -3,10 +3,10 @@
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-Here o is an output, and dy is the gradient with respect to z. The pipeline is in `linear_product_sm90`. The summed axis
-of dw is split (split-K) until all multiprocessors are busy, and the sums of the splits are added in a fixed order. The
-product of dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw.
-Each of these CTAs computes the product with ones for a part of the rows.
+o is an output, and dy the gradient with respect to z. The pipeline is in `linear_product_sm90`. The summed axis of dw
+is split (split-K) until all multiprocessors are busy, and the splits' sums are added in a fixed order. The product of
+dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these
+CTAs multiplies a part of the rows by ones.
 """
 
 import dataclasses
@@ -28,24 +28,22 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PRODUCER, STEP, Config, Product
 
 _ROWS = 128
-"""Rows of a tile: twice the 64 rows of a wgmma (PTX ISA)."""
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile, at most 256 (PTX ISA, wgmma). A tile has 128 columns if 256 does not divide the result's columns,
-or if one consumer holds the whole tile."""
+"""Columns of a tile, at most 256 (PTX ISA, wgmma): 128 if one consumer holds the whole tile, or if 256 does not divide
+the result's columns."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Fewest rows for which the heuristics select the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for the
-forward (not measured)."""
+"""Fewest rows for the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not measured)."""
 
 _MAX_STAGES = 6
 """On Hopper, four stages of the largest tiles fit. Three stages were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers (512 bytes)."""
 _STEP_MICROSECONDS = 0.75
-"""Estimated microseconds per step of a tile of 128 x 256 on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
+"""Estimate for a step of a 128 x 256 tile on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
-"""Estimated rate at which the splits' sums are written and read. Not tuned."""
+"""Estimated rate of writing and reading the splits' sums. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -226,8 +224,8 @@ class _WeightsGradient(Product):
         """Divide the tile's steps over the batch into three consecutive ranges. Return (first, end, multiply) for each
         range.
 
-        Only the products of the second range are also added to db. The second ranges of all tiles in a row of tiles
-        together cover each step once.
+        Only the second range is also added to db. The second ranges of all tiles in a row of tiles cover each step
+        once.
         """
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
@@ -283,8 +281,8 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return the gradients of a dense layer, dw `(outputs, inputs)` and db `(outputs,)`. dw has the given dtype, by
-    default x's dtype, and db is float32.
+    """Return the gradients of a dense layer: dw `(outputs, inputs)` in the given dtype, by default x's dtype, and
+    float32 db `(outputs,)`.
 
     Args:
       dy: `(rows, outputs)` in half precision, the gradient with respect to the layer's result; outputs a multiple of

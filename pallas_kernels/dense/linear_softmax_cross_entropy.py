@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
 
-A CTA computes one part of a row. In the first kernel, each thread keeps the maxima and the sums of exponentials of the
-logits that it has read. If a maximum grows, the thread rescales the sum.
+A CTA computes one part of a row. In the first kernel, each thread keeps the maximum and the sum of exponentials of the
+logits that it has read. If the maximum grows, the thread rescales the sum.
 """
 
 import dataclasses
@@ -25,13 +25,8 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of a row.
-
-    Attributes:
-      length: logits per vector, a divisor of the row's length.
-      parts: parts of a row, one CTA per part.
-      unrolled: vectors whose loads are in flight at once.
-    """
+    """Logits per vector, a divisor of the row's length; parts of a row, one CTA per part; and vectors whose loads are
+    in flight at once."""
 
     length: int
     parts: int
@@ -65,7 +60,7 @@ def statistics(
 
     Args:
       logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` columns are padding.
-      labels: `(rows,)`, int32. If a row's label is not a class, it must be -1.
+      labels: `(rows,)`, int32: a class, or -1.
       b: bias `(columns,)`, or None.
       softcap: the bound of the cap, or None for no cap.
       with_sum: whether to compute `Σ z`.
@@ -141,12 +136,12 @@ def gradient(
 ) -> Array:
     """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`.
 
-    Here z, b, and cap are as in `statistics`, p is the softmax of z, and dy is the gradient with respect to the loss.
-    The weights y are `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
+    z, b, and cap are as in `statistics`, and p is the softmax of z. y is `1 - label_smoothing` for the label, plus
+    `label_smoothing / classes` for every class.
 
     Args:
       logits, labels, b, softcap: as in `statistics`.
-      dy: `(rows,)`, float32.
+      dy: `(rows,)`, float32, the gradient with respect to the loss.
       largest, total: results of `statistics`.
 
     Returns:
@@ -196,7 +191,7 @@ def gradient(
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
     """Return `z = cap(logits + b)` in float32 or wider, where `cap(a) = softcap tanh(a / softcap)`. If b or softcap is
-    None, the addition or the cap is omitted."""
+    None, its step is omitted."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -227,9 +222,9 @@ class _Part:
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros).
 
-        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. If the part has fewer
-        vectors, its last vector is repeated, and `exists` is False. `is_class` is the mask of columns that are classes,
-        or None if all columns are classes.
+        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. Beyond the part's last
+        vector, that vector is repeated, and `exists` is False. `is_class` is the mask of columns that are classes, or
+        None if all are.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))

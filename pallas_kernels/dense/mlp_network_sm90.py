@@ -1,7 +1,7 @@
 """Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
 
-Activations have one row per example, padded to a multiple of 32 columns. A 1 follows the outputs of a hidden layer in
-each row. In the product of these rows for the next layer's dw, the column for the 1 is therefore the next layer's db.
+Activations have one row per example, padded to a multiple of 32 columns. In a hidden layer's rows, a 1 follows the
+outputs. In the product of these rows for the next layer's dw, the column for the 1 is therefore db.
 """
 
 import dataclasses
@@ -18,39 +18,38 @@ from pallas_kernels.core.layouts import OPERAND_BYTES, operand
 from pallas_kernels.core.mosaic import plgpu
 
 EXAMPLES = 64
-"""Examples per CTA, which divide the batch: the 64 rows of a wgmma (PTX ISA)."""
+"""Examples per CTA: the 64 rows of a wgmma (PTX ISA)."""
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs of a layer in a slice of its weights. They fill one row of an operand's tile."""
+"""Inputs of a layer in a slice of its weights: one row of an operand's tile."""
 PIECE_COLUMNS = 128
-"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages in shared memory. Not
-tuned."""
+"""Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that stay free: less than 3 KiB for Mosaic's sums across warps and barriers, and the rest to
-keep the numbers of stages of docs/lab/2026-11-21-dense.md."""
+"""Bytes of shared memory that stay free: less than 3 KiB for Mosaic's sums across warps and barriers. The rest
+preserves the numbers of stages in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of slices of the weights in the ring. `weighed_gradients` has no ring, and ignores this number."""
+    """Slices of the weights in the ring. `weighed_gradients` has no ring."""
 
     stages: int
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer's outputs, and of the logits. A row of outputs
-    also has a 1 after the outputs."""
+    """Return the padded widths of the rows of x, of each hidden layer's outputs and the 1 after them, and of the
+    logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The layers of a multi-layer perceptron, and the matrix products of its kernels. Each product is a pair of padded
-    widths, (inputs, outputs). `sizes` has the number of inputs, and then each layer's number of outputs."""
+    """The layers of a multi-layer perceptron, and the products of its kernels, as pairs of padded widths (inputs,
+    outputs). `sizes` has the number of inputs, and then each layer's number of outputs."""
 
     sizes: tuple[int, ...]
 
@@ -87,8 +86,7 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of the products' weights fit in shared memory next to operands of these widths, up to
-        `_MAX_STAGES`."""
+        """Return how many slices of the products' weights fit in shared memory next to operands of these widths."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

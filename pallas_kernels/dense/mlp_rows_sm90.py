@@ -1,5 +1,4 @@
-"""Loads, stores, and softmax for the 64 examples of a CTA, in the kernels for multi-layer perceptrons. In shared
-memory, an operand of `wgmma` has one row per example."""
+"""Loads, stores, and softmax for the 64 examples of a CTA, in the kernels for multi-layer perceptrons."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 
 def _turned() -> Any:
-    """Return the register layout in which a slice is copied from columns in device memory to rows of an operand.
+    """Return the register layout for copying a slice from columns in device memory to rows of an operand.
 
     A warp copies 4 inputs of 8 examples at a time. For each input, the 8 examples form one sector of device memory. In
     the operand, the 8 rows are in different banks.
@@ -41,8 +40,8 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store `rows` to `operand` in shared memory and to `ref` in device memory. With `bulk`, start a TMA copy to `ref`,
-    which may end after the function returns."""
+    """Store `rows` to `operand` in shared memory and to `ref` in device memory. With `bulk`, a TMA copy to `ref` may
+    end after the function returns."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:
@@ -52,8 +51,7 @@ def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
 
 
 def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> None:
-    """Store each example's row to the example's column in device memory. The row begins at index `first` of the
-    column."""
+    """Store each example's row to its column in device memory, from index `first` on."""
     for k in range(0, rows.shape[1], SLICE):
         values = plgpu.layout_cast(rows[:, k : k + SLICE], plgpu.Layout.WGMMA_TRANSPOSED)
         store(columns.at[pl.ds(first + k, SLICE), examples].transpose((1, 0)), values)
@@ -62,17 +60,16 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
 
-    An infinite or NaN input times a zero that pads a layer's weights is NaN. Without the mask, this NaN would spread to
-    all columns of the next layer.
+    Without the mask, an infinite or NaN input times a zero that pads a layer's weights would spread NaN to all columns
+    of the next layer.
     """
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits, in registers. `shifted_logits` has the logits minus their row's maximum, and
-    -inf after the last class. `total` has the sum of each row of exponentials. `label_mask` is true in the label's
-    column."""
+    """The softmax of each row of logits, in registers. `shifted_logits` are the logits minus their row's maximum, or
+    -inf after the last class. `label_mask` is true in the label's column."""
 
     shifted_logits: Array
     exponentials: Array

@@ -1,7 +1,8 @@
 """Dense layers with ReLU between them, softmax, and cross-entropy, one kernel per direction on Hopper's tensor cores.
 
+A CTA computes all layers for 64 examples. Activations stay in shared memory, and the weights stream through a ring.
 `docs/kernels/dense.md` describes the data flow, and the kernels for small batches. Factors of products are rounded to
-TF32; the rest is in float32. Rows are padded to `Network.widths`.
+TF32; the rest is in float32.
 """
 
 import functools
@@ -32,8 +33,8 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes the forward and the gradients. One kernel was faster at 1024, and slower
-at 8192: docs/lab/2026-11-21-dense.md."""
+"""Largest batch for which one kernel computes the forward and the gradients. It was faster at 1024, and slower at 8192:
+docs/lab/2026-11-21-dense.md."""
 
 
 def _unsupported(network: Network, dtype: Any, N: int) -> str | None:
@@ -78,7 +79,6 @@ def _forward(network: Network, *refs: Any, block: Any) -> None:
 
 
 def _logits(stream: Stream, network: Network, refs: Any, examples: Any, *, bulk: bool) -> Array:
-    """Compute all layers, store the outputs of hidden layers, and return the logits."""
     start = sum(inputs * outputs for inputs, outputs in stream.products)
     for layer, ref in enumerate((*refs.hidden, None)):
         width = network.widths[layer + 1]
@@ -118,18 +118,17 @@ def _forward_heuristic(x, labels, weights, biases):
 def forward(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Compute `h = max(0, w h' + b)` for each layer but the last, the logits `w h' + b`, and the loss
-    `logsumexp(logits) - logits[label]`. w and b are a layer's weights and bias, and h' is the h of the layer before, or
-    x.
+    """Compute `h = max(0, w h' + b)` for each hidden layer, the logits `w h' + b`, and the loss `logsumexp(logits) -
+    logits[label]`. h' is the previous layer's h, or x.
 
     Args:
-      x: `(widths[0], N)`, one example per column.
+      x: `(widths[0], N)`, one example per column. widths is `Network.widths`.
       labels: `(N,)` int32. If a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
       loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[i])`, i = 1, 2, ..., where a 1 follows the layer's
-      outputs. Here widths is `Network.widths`.
+      outputs.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)
@@ -157,8 +156,8 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the arrays of `backward`. `operands` are the gradients with respect to each layer's sums before
-    ReLU, in shared memory."""
+    """References to the arrays of `backward`. `operands` are the gradients with respect to each layer's sums, in shared
+    memory."""
 
     dy: Any
     labels: Any
@@ -276,9 +275,8 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Return (loss, logits, hidden, gradients). The first three are the results of `forward`. `gradients` is the tuple
-    that `backward` returns for dy = 1. If an example's label is not the index of a class, its gradients are 0
-    instead."""
+    """Return (loss, logits, hidden, gradients): the results of `forward`, and the tuple that `backward` returns for dy
+    = 1. If an example's label is not the index of a class, its gradients are 0."""
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)

@@ -1,7 +1,7 @@
-"""The weights of a multi-layer perceptron, packed in the order of their use, and streamed through shared memory.
+"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use.
 
-The weights of each product are divided into slices, of 32 inputs and all outputs each. A kernel copies slices by TMA to
-a ring of stages.
+The weights of each product are divided into slices, of 32 inputs and all outputs each. TMA copies slices to a ring of
+stages.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with all slices, then the biases, and then zeros as padding. Each bias is padded to the width
-    of its layer's rows."""
+    """Return one vector with all slices, the biases, each padded to the width of its layer's rows, and zeros as
+    padding."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -44,7 +44,7 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 @dataclasses.dataclass(frozen=True)
 class Stream:
     """The weights of a kernel's products, which stream through a ring of stages. `products` has (inputs, outputs) of
-    each product, in the order of use. `weights` has all slices in device memory. Only this stream uses the ring."""
+    each product, in the order of use. `weights` has all slices in device memory."""
 
     products: list[tuple[int, int]]
     weights: Any
@@ -80,10 +80,10 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return the product of `operand` and the transposed weights of the product with this index. Call this method
-        once per product, in the order of `products`."""
+        """Return `operand` times the transposed weights of the product with this index. Call this method once per
+        product, in the order of `products`."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While a slice is multiplied, the stage of the slice before is filled. No slice comes before the first slice.
+        # While a slice is multiplied, the previous slice's stage is filled. No slice precedes the first.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)

@@ -1,7 +1,7 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
 A CTA computes one tile of a layer's dw for 128 examples: it weighs the gradients with respect to the layer's sums by
-dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the dw of all groups of 128 examples in a fixed
+dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles of all groups of 128 examples in a fixed
 order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References to the arrays of `weighed_gradients`. `sums` has each layer's dw, separately for each group of 128
-    examples. `left` has the gradients and `right` the inputs for a tile, in shared memory, with the examples last."""
+    """References to the arrays of `weighed_gradients`. `sums` has each layer's dw per group of 128 examples. `left` has
+    a tile's gradients and `right` its inputs, in shared memory, with the examples last."""
 
     dy: Any
     x: Any
@@ -40,15 +40,15 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The kernel's body, and the order of its tiles. The tiles of dw, of `EXAMPLES x SLICE` elements, come first, layer
-    by layer. The tiles of dx follow."""
+    """The kernel's body, and the order of its tiles: tiles of dw, of `EXAMPLES x SLICE` elements, layer by layer, then
+    tiles of dx."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Numbers of rows and of columns of tiles in each layer's dw. The first layer has one more column of tiles,
-        whose inputs are ones instead of x, for db."""
+        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db, whose
+        inputs are ones instead of x."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -142,8 +142,8 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    g is the gradient of each example's loss: with respect to x in the formula for dx, else with respect to a layer's
-    sums before ReLU. h[n, i] is the layer's input i for example n, and o is an output of the layer.
+    g is the gradient of each example's loss: with respect to x in the formula for dx, else with respect to the sums
+    before ReLU of a layer's output o. h[n, i] is the layer's input i.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

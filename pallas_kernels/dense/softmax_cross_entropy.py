@@ -1,8 +1,6 @@
 """Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
 
-Labels are integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example. N is a
-multiple of `LANES`. If an integer label is not the index of a class, the loss is NaN. The gradient is NaN as well,
-unless dy is 0.
+If an integer label is not the index of a class, the loss is NaN. The gradient is NaN as well, unless dy is 0.
 """
 
 import dataclasses
@@ -23,7 +21,7 @@ _MAX_UNROLLED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` examples. The loads of `unroll` classes are in flight at once."""
+    """Examples per CTA, and classes whose loads are in flight at once."""
 
     length: int
     unroll: int
@@ -38,17 +36,17 @@ def _heuristic(logits, labels):
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """Compute `loss[n] = Σ_k y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
-    Here n is an example, y[k, n] the weight that its label gives to class k, `largest[n]` its largest logit, and
-    `total[n] = Σ_k exp(logits[k, n] - largest[n])`.
+    y[k, n] is the weight that the label of example n gives to class k. `largest[n]` is the largest logit, and `total[n]
+    = Σ_k exp(logits[k, n] - largest[n])`.
 
     Args:
-      logits: `(classes, N)`.
+      logits: `(classes, N)`, N a multiple of `LANES`.
       labels: integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example.
 
     Returns:
       (loss, largest, total), each `(N,)`: loss in the dtype of the logits, and float32 largest and total for the
-      backward. If the forward saved half-precision probabilities instead, the gradient of an almost perfectly
-      classified example would round to zero.
+      backward. From half-precision probabilities, the gradient of an almost perfectly classified example would round to
+      zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -82,13 +80,12 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    Here j and k are classes, and y[k, n] is the weight that the label of example n gives to class k. p is the softmax
-    of the logits: `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`.
+    y[k, n] is the weight that the label of example n gives to class k, and p the softmax: `p[k, n] = exp(logits[k, n] -
+    largest[n]) / total[n]`.
 
     Args:
       dy: `(N,)`, the gradient with respect to the loss.
-      logits, labels: arguments of the forward; the logits are `(classes, N)`.
-      largest, total: results of the forward, float32 `(N,)`.
+      logits, labels, largest, total: arguments and results of `loss_and_statistics`.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -125,7 +122,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 def _weigher(labels_ref, lanes, classes):
     """Return (weigh, valid). `weigh` takes a class k and a value, and returns the value times the label's weight for
-    class k. `valid` is the mask of examples with a valid label."""
+    class k. `valid` is the mask of valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
@@ -134,7 +131,7 @@ def _weigher(labels_ref, lanes, classes):
     valid = (first == first) | (first != first)
 
     def weigh(k, value):
-        # A class of weight 0 does not contribute to the loss, not even at a logit of -inf.
+        # As above, a class of weight 0 contributes nothing at a logit of -inf.
         weight = labels_ref[k, lanes].astype(jnp.float32)
         return jnp.where((weight == 0) & (value == -jnp.inf), 0.0, weight * value)
 
