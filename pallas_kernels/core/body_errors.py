@@ -1,7 +1,4 @@
-"""Explain errors that Mosaic GPU raises while it lowers a kernel's body: name the body's line and a correction.
-
-`docs/kernel_bodies.md` has an example of each error with its correction.
-"""
+"""Explain errors that Mosaic GPU raises while it lowers a kernel's body: `docs/kernel_bodies.md` has examples."""
 
 import linecache
 import re
@@ -61,12 +58,11 @@ _ADVICE = {
         "over whole vectors, loops, and `jnp.where`. Compute `{primitive}` outside of the kernel"
     ),
 }
-"""Pattern for `primitive: message` -> reason and correction. The first matching pattern applies."""
+"""Pattern for `primitive: message` -> reason and correction. The first match applies."""
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains `error`, which Mosaic GPU raised for the kernel `name`, or None if no pattern
-    matches."""
+    """Return an explained error, or None if no pattern matches. Mosaic GPU raised `error` for the kernel `name`."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -78,8 +74,7 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the JAX equations that were being lowered when the error was raised: an equation of the body, then each
-    equation nested in the previous one."""
+    """Yield the equation of the body that raised the error, then each equation nested in the previous one."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -92,7 +87,7 @@ def _line(equations: list[Any]) -> str:
     """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if the line is unknown.
 
     For an equation within a jitted function such as `jnp.dot`, return the line of the call. JAX traces that function
-    once, so its equations have the line of its first call.
+    only once, so its equations have the line of its first call.
     """
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback

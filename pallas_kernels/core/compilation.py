@@ -1,8 +1,7 @@
 """Kernels that are compiled while the surrounding program is still being lowered.
 
 XLA compiles kernels one after the other, after it has lowered the whole program. To save time, a thread compiles each
-kernel as soon as it is lowered. XLA later finds the kernel in Mosaic GPU's cache. Errors in the thread are ignored,
-because XLA raises them again.
+kernel as soon as it is lowered. XLA later finds it in Mosaic GPU's cache, or raises its errors again.
 """
 
 import dataclasses
@@ -21,8 +20,7 @@ _MIN_CORES = 4
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Return whether to compile kernels ahead of the surrounding program: False with a persistent compilation cache,
-    which may already have the compiled program."""
+    """Whether to compile kernels ahead. A persistent compilation cache may already have the compiled program."""
     return (
         jax.default_backend() == "gpu"
         and tuple(module_context.platforms) == ("cuda",)
@@ -33,11 +31,11 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Lower `function` for CUDA, start its compilation in a thread, and return the lowered function. `function` takes
-    arrays with the shapes and dtypes of `avals`, and returns a list of arrays."""
+    """Lower `function`, which takes arrays like `avals`, for CUDA, start its compilation in a thread, and return the
+    lowered function."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-    # A kernel runs on one device, but JAX would take the mesh and the number of devices from the context.
+    # A kernel runs on one device, but JAX would take the mesh from the context.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*structs)
     exported = dataclasses.replace(exported, nr_devices=1)

@@ -1,5 +1,5 @@
 """The GPU that kernels are traced for: the GPU that `targeting` selects, else JAX's default device if it is a GPU, else
-Hopper. No GPU need be present, so any machine can lower kernels for CUDA."""
+Hopper. It need not be present, so any machine can lower kernels for CUDA."""
 
 import contextlib
 import ctypes
@@ -12,8 +12,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as its driver describes it, with bytes of shared memory per CTA and 32-bit registers per
-    multiprocessor."""
+    """A GPU, as its driver describes it: shared memory per CTA, and 32-bit registers per multiprocessor."""
 
     kind: str
     capability: tuple[int, int]
@@ -24,20 +23,20 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether the device has the bulk copies and barriers of Hopper, which Mosaic GPU needs."""
+        """Whether the device has the bulk copies and barriers that Mosaic GPU needs."""
         return self.capability >= (9, 0)
 
 
 HOPPER = Device("NVIDIA H200", (9, 0), 132, 232_448, 62_914_560)
 BLACKWELL = Device("NVIDIA B200", (10, 0), 148, 232_448, 132_644_864)
 BLACKWELL_RTX = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, 134_217_728)
-"""Devices to compile for. The H200's figures come from its driver, the others from XLA's target configurations."""
+"""The H200's figures come from its driver, the others from XLA's target configurations."""
 
 _SHARED_BYTES, _L2_BYTES, _REGISTERS = 97, 38, 82
 """`CUdevice_attribute` in cuda.h: `MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`, `L2_CACHE_SIZE`, and
 `MAX_REGISTERS_PER_MULTIPROCESSOR`."""
 
-# Unlike a global variable, a JAX context is part of jit's cache key.
+# A context's value is part of jit's cache key.
 _target_context = jax.make_user_context(None)
 
 
@@ -87,7 +86,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return an attribute that JAX does not expose from the driver, or `default` if the driver fails."""
+    """Return an attribute from the driver, because JAX exposes only some, or `default` if the driver fails."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,11 +1,8 @@
-"""Gathers: each thread reads rows of a few elements at separate positions in shared or device memory.
+"""Gathers: each thread reads rows of a few elements at separate positions in shared or device memory. Pallas cannot
+index a reference by a vector in registers, so these functions use Mosaic's operations, except in the simulator.
 
-Pallas cannot index a reference by a vector in registers, so these functions use Mosaic's operations, except in the
-simulator.
-
-A block is an array `(lanes, width)` in registers. Thread `i % LANES` of the warpgroup holds row i, of `width` adjacent
-elements: at most 16 bytes, or a multiple of 16 bytes. A vector has the shape `(lanes,)`. `lanes` is a multiple of
-`LANES`.
+A block is an array `(lanes, width)` in registers, with `lanes` a multiple of `LANES`. Thread `i % LANES` of the
+warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes. A vector is an array `(lanes,)`.
 """
 
 import functools
@@ -30,13 +27,13 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector. The thread that holds element i also holds row i of a block `(lanes,
+    """Return the register layout of a vector, whose element i is in the thread with row i of a block `(lanes,
     width)`."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return two int32 blocks `(lanes, width)`: the row index and the column index of every element."""
+    """Return the row index and the column index of every element, as two int32 blocks."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -83,7 +80,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` in registers. `places` has one integer array `(lanes, width)` per axis of `ref`."""
+    """Return `ref[places]` in registers, for one integer array `(lanes, width)` per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -100,8 +97,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Set `ref[places] = values`. `places` has one integer array per axis of `ref`, and all arrays are in registers. If
-    two values have equal indices, either may remain."""
+    """Set `ref[places] = values`, for one integer array per axis of `ref`, all in registers. Of two values with equal
+    indices, either may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -162,8 +159,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return a float32 array `(lanes, arguments)`. Column k has the sums of the rows of the k-th argument, added from
-    left to right."""
+    """Return float32 `(lanes, len(blocks))`. Column k has the sums of the rows of block k, added from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -185,9 +181,9 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return the float32 block unchanged, and make the compiler compute it before the code that follows.
+    """Return the float32 block, and make the compiler compute it before the code that follows.
 
-    Otherwise, LLVM adds a loop's terms to the carry only at the end of the loop's body. The terms then need as many
+    Otherwise, LLVM adds a loop's terms to the carry only at the end of the body. Until then, the terms take as many
     registers as the carry.
     """
     if simulating() is not None:
@@ -207,10 +203,10 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving a thread's accesses to shared memory across this call.
+    """Keep the compiler from moving accesses to shared memory across this call.
 
-    LLVM may assume that accesses to elements and to vectors in shared memory never overlap. Instead of loading a
-    vector, it may then reuse the vector that was last stored, and miss additions to its elements.
+    LLVM may assume that accesses to elements and to vectors never overlap. It would then reuse the vector that was last
+    stored, and miss additions to its elements.
     """
     if simulating() is not None:
         return
@@ -276,7 +272,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each list's block to the elements that `load_of` would load, except those beyond the end of a reference."""
+    """Write each list's block to the elements that `load_of` would load, except beyond the end of a reference."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

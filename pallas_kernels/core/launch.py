@@ -1,15 +1,12 @@
 """Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-A kernel body is a function of references to GPU memory. The indices of a CTA in the grid are keyword arguments named
-after the grid's axes:
-
     def body(x_ref, y_ref, *, row):
         y_ref[row] = 2.0 * x_ref[row]
 
     launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
 
-On CUDA, the body becomes a Mosaic GPU kernel. On other platforms, Pallas' interpreter runs it. `launch` binds a JAX
-primitive, and JAX traces the body only when it lowers this primitive: see docs/architecture.md.
+On CUDA, the body becomes a Mosaic GPU kernel. Elsewhere, Pallas' interpreter runs it. `launch` binds a JAX primitive,
+and JAX traces the body only when it lowers this primitive: see docs/architecture.md.
 """
 
 import contextlib
@@ -22,12 +19,12 @@ from typing import Any
 
 import jax
 
-# Importing `fuser` adds its settings to jit's cache key. With a later import, JAX would recompile earlier programs.
+# Importing `fuser` later would change jit's cache key, and JAX would compile earlier programs again.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
 
-# These functions have no public name in JAX 0.10.2.
+# Private in JAX 0.10.2.
 from jax._src.config import _check_vma
 from jax._src.dispatch import apply_primitive
 from jax._src.source_info_util import _source_info_context, new_source_info
@@ -59,40 +56,37 @@ def launch(
     skippable: Sequence[int] = (),
     approximate: bool = False,
 ) -> Any:
-    """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`.
+    """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`. Return the outputs.
 
-    Each of `arrays`, `out`, and `scratch` may be a pytree or None. The body gets references in the same structure.
+    `arrays`, `out`, and `scratch` may contain pytrees and None. The body gets references in the same structure, and the
+    CTA's index along each axis of `grid` and `cluster` as a keyword argument.
 
     Args:
-      body: the kernel, which writes every element of every output.
+      body: must write every element of every output.
       arrays: the inputs. Every CTA gets a reference to each whole array.
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
       name: the kernel's name in programs and profiles.
-      warpgroups: warpgroups per CTA. The body gets the index of its warpgroup as the keyword argument `warpgroup`.
-      cluster: axis name -> number of CTAs. Each point of `grid` then has a cluster of CTAs, which can access each
+      warpgroups: warpgroups per CTA. The body gets the index of its warpgroup as `warpgroup`.
+      cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster of CTAs, which can access each
         other's shared memory.
-      scratch: shared memory and barriers. A kernel with scratch runs only on GPUs and in the simulator: see `on_gpu`.
+      scratch: shared memory and barriers, only for GPUs and the simulator: see `on_gpu`.
       barriers: whether Mosaic synchronizes a warpgroup before and after each store. Pass False if the body has a
         barrier, such as `plgpu.commit_smem`, before each read of data that another thread wrote.
-      sums_across_warps: whether the body sums along an axis that several warps share. This reserves 2 KiB of shared
+      sums_across_warps: whether the body sums along an axis that several warps share, which reserves 2 KiB of shared
         memory.
-      in_place: index of an input among all leaves of `arrays` -> index of an output of the same shape and dtype, which
-        may then use the input's memory. Only the CTA that reads an element may write it, after the read. XLA copies the
-        input first if it is used after the launch.
-      skippable: indices of entries of the tuple `out`. If a compiled program does not use an entry, the body gets None
-        for it, and must not write it. Excludes `in_place`.
+      in_place: index of an input among all leaves of `arrays` -> index of an output that may use its memory. Only the
+        CTA that reads an element may write it, after the read. XLA copies an input that is used later.
+      skippable: indices of entries of the tuple `out`. The body gets None for an entry that a compiled program does not
+        use. Not together with `in_place`.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
         about the rounding error of float32, and the error of `tanh` is 2^-11.
 
-    Returns:
-      An array for each leaf of `out`, in its structure.
-
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
-        the body's line and a way to avoid the error: see `docs/kernel_bodies.md`.
+        the body's line and a correction: see `docs/kernel_bodies.md`.
     """
-    # The default lowering semantics differ between JAX versions. Unrolled bodies lower much faster with `Lane`.
+    # Defaults differ between JAX versions. Unrolled bodies lower much faster with `Lane`.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     options["approx_math"] = approximate
     if not sums_across_warps:
@@ -104,7 +98,7 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return two functions that take the arrays and run the body: one for CUDA, and one for the interpreter."""
+        """Return two functions that run the body on the arrays: one for CUDA, and one for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -112,7 +106,7 @@ def launch(
         return mosaic, functools.partial(_interpret, body, **call)
 
     inputs, arrays = arrays, jax.tree.leaves(arrays)
-    # A weakly typed argument would change dtypes in a body, and kernels that are compiled ahead reject it.
+    # A weak type would change dtypes in a body, and kernels that are compiled ahead reject it.
     arrays = unify_varying_axes(
         [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
     )
@@ -127,7 +121,7 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether this version of JAX passes mutable references to kernels. Without them, `in_place` has no effect."""
+"""Whether JAX passes mutable references to kernels. Without them, `in_place` has no effect."""
 
 
 def _mosaic(
@@ -171,18 +165,18 @@ def _mosaic(
     )(*arrays)
     if not shared:
         return results
-    # Without the barriers, XLA would fuse a launch with a slice before it, or a slice update after it. The fusion's result
-    # has separate memory, but the kernel writes to its argument.
+    # Without the barriers, XLA would fuse a launch with a slice before it, or a slice update after it. The fusion's
+    # result has separate memory, but the kernel writes to its argument.
     return outputs({i: lax.optimization_barrier(arrays[i][...]) for i in in_place}, results)
 
 
 _MAX_OUTER_CTAS = 2**16 - 1
-"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide). The last axis of a grid is the x axis, for up
-to 2**31 - 1 CTAs."""
+"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide). The last axis of `grid` becomes x, which
+takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Return `indices` with a CTA's index along each axis of `grid`, instead of its index in the flattened grid."""
+    """Replace a CTA's index in the flattened grid by its index along each axis of `grid`."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -226,9 +220,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result with `ndim` axes: replicated on the arrays' mesh. Return None unless some array
-    has a mesh with only automatic axes, because the caller of `launch` determines the sharding on explicit and manual
-    axes."""
+    """Return the sharding of a replicated result with `ndim` axes on the arrays' mesh, or None unless a mesh has only
+    automatic axes. On other axes, the caller of `launch` determines the sharding."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -236,8 +229,7 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One entry of the tuple `out` of `launch`, with the shapes and dtypes of its leaves. `kept` says whether the
-    kernel writes the entry."""
+    """An entry of `out` in `launch`: the shapes and dtypes of its leaves, and whether the kernel writes (keeps) it."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -245,7 +237,7 @@ class _Entry:
 
 
 def _bind(name, functions, arrays, entries, in_place):
-    # JAX traces the body later, during lowering, possibly with another x64 setting.
+    # During lowering, when JAX traces the body, the x64 setting may differ.
     x64 = jax.config.jax_enable_x64
 
     def parameters(entries):
@@ -265,7 +257,7 @@ def _kept_shapes(entries):
 
 
 def _drop_unused_outputs(used, *others):
-    """Remove unused outputs that the kernel can skip: JAX's rule for dead code."""
+    """Remove unused `skippable` outputs: JAX's rule for dead code."""
     equation, flags = others[-1], iter(used)
     inputs, params = [any(used)] * len(equation.invars), equation.params
     if not any(used):
@@ -340,8 +332,8 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` on a GPU or in the simulator, else `fallback(*arrays)`. Both functions must return the
-    same values up to rounding."""
+    """Return `kernel(*arrays)` on a GPU or in the simulator, else `fallback(*arrays)`, which must have the same values
+    up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)
@@ -351,8 +343,8 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 def unify_varying_axes(arrays: Any) -> Any:
     """Within shard_map, cast the arrays so that all vary along every mesh axis along which any of them varies.
 
-    The cast's transpose is a sum over devices. If an array is the same on all devices, autodiff therefore sums its
-    gradient over the devices.
+    The cast's transpose is a sum over devices. Autodiff therefore sums the gradient of a replicated array over the
+    devices.
     """
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
@@ -377,13 +369,13 @@ def _warn_interpreted() -> None:
 
 
 def batch_last(x: Array) -> Array:
-    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, with one example per lane. Zeros pad it to a
-    multiple of `LANES`."""
+    """Move the batch to the last axis, `(batch, ...) -> (..., lanes)`, and pad it with zeros to a multiple of
+    `LANES`."""
     padding = -x.shape[0] % LANES or (LANES if x.shape[0] == 0 else 0)
     x = jnp.moveaxis(x, 0, -1)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """Invert `batch_last`: return the first `batch` examples of x, with the batch as the first axis."""
+    """Invert `batch_last`: return the first `batch` examples, with the batch as the first axis."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

@@ -1,4 +1,4 @@
-"""Vectors and tiles in registers and shared memory: their layouts, and how they are moved and summed."""
+"""Vectors and tiles in registers and shared memory."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads in a warpgroup (PTX ISA, wgmma). Vectors have a multiple of `LANES` elements."""
+"""Threads in a warpgroup (PTX ISA, wgmma). A vector's length is a multiple of it."""
 
 OPERAND_BYTES = 128
 """Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
@@ -22,14 +22,14 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """Load `ref` into registers. `optimized=False` also permits layouts with slower accesses."""
     if simulating() is not None:
         return ref[...]
-    # Older versions of the simulator lack `plgpu.load`. Older versions of JAX require an index.
+    # Older simulators lack `plgpu.load`, and older versions of JAX require an index.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     needs_index = index is not None and index.default is index.empty
     return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: Array) -> None:
-    """Write `value`, which may have any register layout, to `ref`."""
+    """Write `value`, in any register layout, to `ref`."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -37,7 +37,7 @@ def store(ref: Any, value: Array) -> None:
 
 
 SUMMED_ROWS = 32
-"""Rows that `sums_over_lanes` sums at once: two tiles of its layout. Not tuned."""
+"""Rows that `sums_over_lanes` sums at once. Not tuned."""
 
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
@@ -69,15 +69,15 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies. Its last axis has at most `OPERAND_BYTES` bytes. Swizzling avoids
-    bank conflicts when threads store a `wgmma` accumulator."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies, with at most `OPERAND_BYTES` bytes on the last axis. Threads
+    store a `wgmma` accumulator to it without bank conflicts."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box` for bulk copies. In device memory, copies to the operand must begin at multiples of its tiles. Copies to the
+    `box` for bulk copies. Copies to the operand must begin at multiples of its tiles in device memory. Copies to the
     box may begin anywhere. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
@@ -88,13 +88,12 @@ def as_operand(ref: Any) -> Any:
 
 
 def as_box(ref: Any) -> Any:
-    """Return the box of memory from `operand_and_box`, except in the simulator, which has no box."""
     return ref[1]
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Add the product of `left`, in registers, and `right` to `sums` with `plgpu.wgmma`. The simulator first copies
-    `left` to `scratch` in shared memory."""
+    """Add `left @ right` to `sums` with `plgpu.wgmma`, with `left` in registers. The simulator first copies `left` to
+    `scratch`, shared memory."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -106,7 +105,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
-    """Return `sums` plus matrix products. `add` takes one accumulator per array of `sums`, and adds products to it with
+    """Return `sums` plus matrix products. `add` takes one accumulator per array, and adds products to it with
     `plgpu.wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
@@ -120,24 +119,24 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 values to TF32, which the tensor cores would truncate. Return other dtypes unchanged."""
+    """Round float32 to TF32, which the tensor cores would truncate. Return other dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The NaN that a GPU computes has all bits but the sign set. The addition would turn it into -0.
+    # A GPU's NaN has all bits but the sign set. The addition would turn it into -0.
     return jnp.where(x != x, x, lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32))
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in the register layout of `vector`, for a loop's carry, which must keep its layout."""
+    """Return float32 zeros in `vector`'s register layout, for a loop's carry, which must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest supported vector length that divides the lanes, the last axis of arrays from `batch_last`.
+    """Return the largest supported vector length that divides the arrays' last axis, the lanes.
 
-    A thread loads up to 8 bytes at once: 4 elements in half precision, but only 2 in float32. Vectors of different
-    dtypes combine only if threads load equally many elements of each, which is then 2.
+    A thread loads up to 8 bytes at once: 4 elements in half precision, 2 in float32. Vectors of different dtypes
+    combine only if a thread loads equally many elements of each: 2.
     """
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
@@ -145,8 +144,8 @@ def vector_length(*arrays: Array) -> int:
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` and `%` also examine signs, in ten more operations.
-    Some convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
+    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some
+    convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
@@ -156,7 +155,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Return `divisor` in the dtype of `number`. JAX would convert an integer to 64 bits in 64-bit mode."""
+    """Return `divisor` in `number`'s dtype. JAX would convert an integer to 64 bits in 64-bit mode."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

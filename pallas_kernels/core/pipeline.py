@@ -1,14 +1,14 @@
 """The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
 
 A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
-stages`, and then signal the stage's barrier, at which readers wait. The ring of stages has two uses:
+stages`, and then signal the stage's barrier, at which readers wait. A ring of stages has two uses:
 
-- The same warpgroups fetch and compute. They `prefetch` some steps. For each step they then `wait`, compute, and
-`fetch` a later step into the stage just read. The caller ensures that all threads have read this stage.
+- The same warpgroups fetch and compute. After a `prefetch`, they `wait` for each step, compute, and `fetch` a later
+  step into the stage. The caller ensures that all threads have read the stage.
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when the consumers have
-`release`d it.
+  `release`d it.
 
-The buffers of JAX's `plgpu.emit_pipeline` do not fit in shared memory in LayerNorm's backward:
+The buffers of `plgpu.emit_pipeline` do not fit in shared memory in LayerNorm's backward:
 docs/lab/2026-11-22-pipelines.md.
 """
 
@@ -30,11 +30,11 @@ class Ring:
 
     Attributes:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
-      loaded: barriers of the copies, one per stage. In a ping-pong schedule, each consumer has separate barriers, with
-        index `turn * stages + stage`, because a warpgroup must wait for every phase of a barrier.
+      loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
+        warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
-      free: barriers at which consumers arrive when they have read a stage, one per stage; None without a producer.
-      fixed_stage: the ring's only stage, if several warpgroups share the arrays of stages; None for all stages.
+      free: barriers, one per stage, at which consumers arrive when they have read it; None without a producer.
+      fixed_stage: the only stage of this ring, if several warpgroups share the stages.
       turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
     """
 
@@ -50,7 +50,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists. `prepare()` is called first, and returns when the stage is free."""
+        """Start a step's copies if the step exists, after `prepare()`, which returns when the stage is free."""
 
         def start():
             prepare()
@@ -75,7 +75,7 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies once all consumers have released its stage. `source` is passed on to `copy`."""
+        """Pass `source` to `copy` as soon as all consumers have released the step's stage."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)

@@ -1,7 +1,4 @@
-"""The Mosaic GPU simulator, which runs kernels on a CPU, fills unwritten memory with NaN, and finds data races.
-
-Only this file imports private modules of JAX's simulator.
-"""
+"""The Mosaic GPU simulator, which runs kernels on a CPU. Only this file imports private modules of JAX's simulator."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +7,7 @@ from typing import Any
 import jax
 from jax.interpreters import mlir
 
-# Unlike a global variable, a JAX context is part of jit's cache key.
+# A context's value is part of jit's cache key.
 _simulation = jax.make_user_context(None)
 
 

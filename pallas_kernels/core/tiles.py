@@ -84,11 +84,8 @@ def kernel(
 ) -> Callable[[Callable], Kernel]:
     """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
 
-    Args:
-      heuristic: maps `(*arrays, **options)` to a config, a frozen dataclass, or to None if another kernel or XLA is
-        faster.
-      unsupported: maps `(*arrays, **options)` to the reason why these arguments are unsupported, or to None.
-      capability: see `Kernel`.
+    `heuristic` and `unsupported` take `(*arrays, **options)`, and return what the `Kernel`'s methods return. A config
+    is a frozen dataclass.
     """
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 

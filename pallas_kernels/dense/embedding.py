@@ -1,8 +1,7 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 
-XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. For a short run, one CTA computes the
-whole row, and for a long run, one block of features. The CTAs of long runs start first, so that they do not finish
-last.
+XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. One CTA computes the whole row for a
+short run, or one block of features for a long run. The CTAs of long runs start first, so that they do not finish last.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
-      order: `(tokens,)`, int32, the indices of the tokens, sorted by the row that each token selects.
+      order: `(tokens,)`, int32, the tokens' indices, sorted by the row that each token selects.
       starts: `(rows + 1,)`, int32.
 
     Returns:
@@ -111,11 +110,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the indices of the rows with long runs, and then the number of rows as padding to a fixed length.
-
-    A long run has at least `_LONG_RUN` tokens, and thus contains a multiple of `_LONG_RUN`. Only the rows at these
-    positions are tested.
-    """
+    """Return the rows with long runs, padded with the number of rows to a fixed length. A run of `_LONG_RUN` tokens
+    contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -1,4 +1,5 @@
-"""Gradients of a dense layer, a 1 x 1 convolution, in exact float32, batch last, by the kernels of `conv.conv2d`."""
+"""Gradients of a dense layer in exact float32, by the kernels of `conv.conv2d`. o is an output, i an input, and n an
+example."""
 
 from jax import Array
 
@@ -6,17 +7,15 @@ from pallas_kernels.conv.conv2d import correlate, correlate_batch, sum_batch
 
 
 def input_gradient(dy: Array, w: Array) -> Array:
-    """Compute `dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype, for outputs,
-    inputs, and examples."""
+    """Compute `dx[i, n] = sum over o of w[o, i] * dy[o, n]`: `(O, N), (O, I) -> (I, N)` in dy's dtype."""
     return correlate(dy[:, None, None, :], w.T[:, :, None, None])[:, 0, 0, :]
 
 
 def weight_gradient(dy: Array, x: Array) -> Array:
-    """Compute `dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32, for outputs,
-    inputs, and examples."""
+    """Compute `dw[o, i] = sum over n of dy[o, n] * x[i, n]`: `(O, N), (I, N) -> (O, I)` in float32."""
     return correlate_batch(dy[:, None, None, :], x[:, None, None, :])[:, :, 0, 0]
 
 
 def bias_gradient(dy: Array) -> Array:
-    """Compute `db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32, for outputs and examples."""
+    """Compute `db[o] = sum over n of dy[o, n]`: `(O, N) -> (O,)` in float32."""
     return sum_batch(dy[:, None, :])

@@ -1,9 +1,9 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
 A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
-ping-pong and cooperative schedules. A cooperative tile can be twice as large, so fewer bytes are read per
-multiplication. The two CTAs of a cluster compute two tiles, one below the other. Each CTA copies half of each block of
-the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one result per split.
+ping-pong and cooperative schedules. The two CTAs of a cluster compute two tiles, one below the other. Each CTA copies
+half of each block of the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one
+result per split.
 """
 
 import dataclasses
@@ -28,11 +28,10 @@ CONSUMERS = 2
 """Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer thread and two consumer threads share
-512."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer and two consumer threads share 512."""
 
 _RASTER_COLUMNS = 2048
-"""Columns of the result that concurrent tiles cover. Half and twice this number were slower:
+"""Width of the part of the result that concurrent tiles cover. Half and twice this number were slower:
 docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 
@@ -43,8 +42,7 @@ class Config:
     Attributes:
       splits: parts of the summed axis.
       cluster: CTAs per cluster, 1 or 2.
-      raster: width, in tiles, of the blocks into which the result is divided. CTAs compute one block after another. 0
-        means a single block.
+      raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block.
     """
 
     rows: int
@@ -55,8 +53,7 @@ class Config:
     raster: int = 0
 
     def clustered(self, columns: int) -> "Config":
-        """Return this config with clusters of two CTAs, for a result with `columns` columns and more tiles than
-        multiprocessors."""
+        """Return this config with clusters of two CTAs, for a result with more tiles than multiprocessors."""
         # Concurrent tiles then form a square, and share rows and columns of the operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
@@ -72,8 +69,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column, in tiles, of the tile with this index. Tiles are numbered block by block, and row by
-    row within a block of `width` columns and `rows` rows of tiles."""
+    """Return the row and column, in tiles, of a tile. Tiles are numbered block by block, and row by row within a block
+    of `width` columns."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -129,14 +126,12 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments for copies of the right operand: each CTA of a cluster multicasts its copies to both
-        CTAs."""
+        """Keyword arguments with which a CTA multicasts its copies of the right operand to both CTAs of its cluster."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
     def barriers(self) -> list[Any]:
-        """Two arrays of barriers: one per turn and stage, at which copies arrive, and one per stage, at which consumers
-        release it."""
+        """Barriers at which copies arrive, one per turn and stage, and barriers at which consumers release a stage."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
@@ -169,10 +164,10 @@ class Product:
         """Run this warpgroup as the producer or as a consumer, with the registers for its role.
 
         Args:
-          ring: the ring of stages. `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one
-            step. `count` is the number of this step among all steps of the CTA.
-          spans: takes a tile, and returns `(first, end, multiply)` for each of several consecutive ranges of steps.
-            `multiply(stage, *accumulators)` starts the products of a step, and waits for the previous products.
+          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` is the
+            number of this step among all steps of the CTA.
+          spans: takes a tile, and returns `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
+            *accumulators)` starts the products of a step, and waits for the previous products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 
@@ -191,9 +186,9 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on, and
-        return the last count. `count` is the number of steps of all earlier tiles of the CTA. `turn` is the index of
-        the tile's consumer in the ping-pong schedule, else 0."""
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on.
+        `count` is the number of steps of all earlier tiles of the CTA, and is returned. `turn` is the index of the
+        tile's consumer in the ping-pong schedule, else 0."""
 
         def visit_next(i, count):
             number = first + i * stride

@@ -3,10 +3,9 @@
     z[n, o] = Σ x[n, i] * w[o, i] + b[o],    over the inputs i,
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
-o is an output, and dy the gradient with respect to z. The pipeline is in `linear_product_sm90`. The summed axis of dw
-is split (split-K) until all multiprocessors are busy, and the splits' sums are added in a fixed order. The product of
-dyᵀ and columns of ones yields db. Several CTAs read the same columns of dy, for different columns of dw. Each of these
-CTAs multiplies a part of the rows by ones.
+The pipeline is in `linear_product_sm90`. The summed axis of dw is split (split-K) until all multiprocessors are busy,
+and the splits' sums are added in a fixed order. The product of dyᵀ and columns of ones yields db. CTAs that read the
+same columns of dy, for different columns of dw, each multiply a part of the rows by ones.
 """
 
 import dataclasses
@@ -34,12 +33,12 @@ the result's columns."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
-"""Fewest rows for the kernels (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not measured)."""
+"""Fewest rows (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not measured)."""
 
 _MAX_STAGES = 6
-"""On Hopper, four stages of the largest tiles fit. Three stages were slower: docs/lab/2026-11-21-dense.md."""
+"""On Hopper, four stages of the largest tiles fit. Three were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
-"""Shared memory for Mosaic's sums across warps (2 KiB) and barriers (512 bytes)."""
+"""Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
 _STEP_MICROSECONDS = 0.75
 """Estimate for a step of a 128 x 256 tile on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
@@ -114,7 +113,7 @@ class _Forward(Product):
         for start in range(0, self.config.columns, STEP):
             columns = pl.ds(tile.column + start, STEP)
             bias = load(refs.b.at[columns], value_a_column(), optimized=False)
-            # The previous copy must have finished reading the buffer.
+            # The previous copy must have read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = z[:, start : start + STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, STEP), [1])
             buffer[...] = piece.astype(refs.z.dtype)
@@ -149,7 +148,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: must have one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
+      config: one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -221,12 +220,8 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Divide the tile's steps over the batch into three consecutive ranges. Return (first, end, multiply) for each
-        range.
-
-        Only the second range is also added to db. The second ranges of all tiles in a row of tiles cover each step
-        once.
-        """
+        """Divide the tile's steps over the batch into three consecutive ranges, each (first, end, multiply). Only the
+        second range is also added to db. The second ranges of all tiles in a row of tiles cover each step once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (
@@ -281,8 +276,7 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return the gradients of a dense layer: dw `(outputs, inputs)` in the given dtype, by default x's dtype, and
-    float32 db `(outputs,)`.
+    """Return float32 db `(outputs,)`, after dw `(outputs, inputs)` in the given dtype, by default x's dtype.
 
     Args:
       dy: `(rows, outputs)` in half precision, the gradient with respect to the layer's result; outputs a multiple of

@@ -1,8 +1,6 @@
-"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
-
-A CTA computes one part of a row. In the first kernel, each thread keeps the maximum and the sum of exponentials of the
-logits that it has read. If the maximum grows, the thread rescales the sum.
-"""
+"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient. A CTA
+computes one part of a row. In the first kernel, each thread keeps the maximum of its logits and the sum of
+exponentials, which it rescales when the maximum grows."""
 
 import dataclasses
 import functools
@@ -25,8 +23,8 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Logits per vector, a divisor of the row's length; parts of a row, one CTA per part; and vectors whose loads are
-    in flight at once."""
+    """Logits per vector, a divisor of the row's length; CTAs (parts) per row; and vectors whose loads are in flight at
+    once."""
 
     length: int
     parts: int
@@ -62,7 +60,7 @@ def statistics(
       logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` columns are padding.
       labels: `(rows,)`, int32: a class, or -1.
       b: bias `(columns,)`, or None.
-      softcap: the bound of the cap, or None for no cap.
+      softcap: None for no cap.
       with_sum: whether to compute `Σ z`.
 
     Returns:
@@ -87,7 +85,7 @@ def statistics(
                 sum_ = sum_ + jnp.where(exists, z if is_class is None else jnp.where(is_class, z, 0.0), 0.0)
             return new, total, sum_
 
-        # The maximum starts at a finite number, because the difference of two infinities would be NaN.
+        # The maximum starts at a finite number, because infinity minus infinity would be NaN.
         lowest = zero + jnp.finfo(jnp.float32).min
         lane_largest, lane_total, lane_sum = lax.fori_loop(0, groups, accumulate, (lowest, zero, zero))
         part_largest = jnp.max(lane_largest)
@@ -136,11 +134,10 @@ def gradient(
 ) -> Array:
     """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`.
 
-    z, b, and cap are as in `statistics`, and p is the softmax of z. y is `1 - label_smoothing` for the label, plus
-    `label_smoothing / classes` for every class.
+    p is the softmax of z. y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
 
     Args:
-      logits, labels, b, softcap: as in `statistics`.
+      logits, labels, b, softcap: as in `statistics`, which defines z and cap.
       dy: `(rows,)`, float32, the gradient with respect to the loss.
       largest, total: results of `statistics`.
 
@@ -190,8 +187,8 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return `z = cap(logits + b)` in float32 or wider, where `cap(a) = softcap tanh(a / softcap)`. If b or softcap is
-    None, its step is omitted."""
+    """Return `z = cap(logits + b)` in float32 or wider, where `cap(a) = softcap tanh(a / softcap)`. b or softcap may be
+    None."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -222,9 +219,8 @@ class _Part:
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros).
 
-        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. Beyond the part's last
-        vector, that vector is repeated, and `exists` is False. `is_class` is the mask of columns that are classes, or
-        None if all are.
+        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. `exists` is False beyond
+        the part's last vector. `is_class` is the mask of columns that are classes, or None if all are.
         """
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))

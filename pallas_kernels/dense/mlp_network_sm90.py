@@ -1,7 +1,7 @@
-"""Sizes of the layers of a multi-layer perceptron, and of the shared memory of its kernels.
+"""Sizes of a multi-layer perceptron's layers, and of the shared memory of its kernels.
 
 Activations have one row per example, padded to a multiple of 32 columns. In a hidden layer's rows, a 1 follows the
-outputs. In the product of these rows for the next layer's dw, the column for the 1 is therefore db.
+outputs, so that the product for the next layer's dw also yields db.
 """
 
 import dataclasses
@@ -22,20 +22,18 @@ EXAMPLES = 64
 
 _ITEM_BYTES = 4
 SLICE = OPERAND_BYTES // _ITEM_BYTES
-"""Inputs of a layer in a slice of its weights: one row of an operand's tile."""
+"""Inputs in a slice of a layer's weights: one row of an operand's tile."""
 PIECE_COLUMNS = 128
 """Columns of dx that `forward_and_gradients` computes at once. More would need larger stages. Not tuned."""
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes of shared memory that stay free: less than 3 KiB for Mosaic's sums across warps and barriers. The rest
-preserves the numbers of stages in docs/lab/2026-11-21-dense.md."""
+"""Bytes that stay free: less than 3 KiB for Mosaic's sums across warps and barriers. The rest preserves the numbers of
+stages in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Slices of the weights in the ring. `weighed_gradients` has no ring."""
-
     stages: int
 
 
@@ -49,7 +47,7 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The layers of a multi-layer perceptron, and the products of its kernels, as pairs of padded widths (inputs,
-    outputs). `sizes` has the number of inputs, and then each layer's number of outputs."""
+    outputs). `sizes` has the number of inputs, and then each layer's outputs."""
 
     sizes: tuple[int, ...]
 

@@ -55,8 +55,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References to the arrays of `forward` and of `forward_and_gradients`. In `forward`, `gradients` and `dx` are
-    None. `operands` are the rows of x and of each hidden layer's outputs, in shared memory."""
+    """References of `forward`, and of `forward_and_gradients`, which alone has `gradients` and `dx`. `operands` are the
+    rows of x and of hidden outputs in shared memory."""
 
     x: Any
     labels: Any
@@ -122,7 +122,7 @@ def forward(
     logits[label]`. h' is the previous layer's h, or x.
 
     Args:
-      x: `(widths[0], N)`, one example per column. widths is `Network.widths`.
+      x: `(widths[0], N)`, one example per column, for `Network.widths`.
       labels: `(N,)` int32. If a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
@@ -156,8 +156,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the arrays of `backward`. `operands` are the gradients with respect to each layer's sums, in shared
-    memory."""
+    """References of `backward`. `operands` are the gradients with respect to each layer's sums, in shared memory."""
 
     dy: Any
     labels: Any
@@ -210,13 +209,13 @@ def backward(
     """Compute the gradients of `Σ dy loss` with respect to the logits, each hidden layer's sums before ReLU, and x.
 
     Args:
-      dy: `(N,)`, the gradient with respect to each example's loss.
+      dy: `(N,)`.
       labels, weights: arguments of `forward`.
       logits, hidden: results of `forward`.
 
     Returns:
-      The gradients with respect to the logits and to each hidden layer's sums, last layer first, then dx. They have the
-      shapes of the logits, of each h, and of x, with zeros after a layer's outputs.
+      The gradients with respect to the logits and to each hidden layer's sums, last layer first, then dx, with zeros
+      after a layer's outputs.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))

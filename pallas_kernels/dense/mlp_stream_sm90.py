@@ -1,8 +1,5 @@
-"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use.
-
-The weights of each product are divided into slices, of 32 inputs and all outputs each. TMA copies slices to a ring of
-stages.
-"""
+"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use. They are divided
+into slices, of 32 inputs and all outputs of a product each. TMA copies slices to a ring of stages."""
 
 import dataclasses
 import functools
@@ -20,8 +17,8 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Pad each matrix with zeros to the widths of its product, round it to TF32, and divide it into slices. Return each
-    matrix's slices as one vector."""
+    """Pad each matrix with zeros to the widths of its product, round it to TF32, and return its slices as one
+    vector."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
@@ -33,8 +30,7 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 
 
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
-    """Return one vector with all slices, the biases, each padded to the width of its layer's rows, and zeros as
-    padding."""
+    """Return one vector with all slices, the biases, padded to their layers' widths, and zeros."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
     # Bulk copies read tiles of eight rows of `SLICE` elements.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
@@ -43,8 +39,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The weights of a kernel's products, which stream through a ring of stages. `products` has (inputs, outputs) of
-    each product, in the order of use. `weights` has all slices in device memory."""
+    """A stream of weights. `products` has (inputs, outputs) of each product, in the order of use. `weights` has all
+    slices in device memory."""
 
     products: list[tuple[int, int]]
     weights: Any
@@ -80,8 +76,8 @@ class Stream:
         self.ring(range(self.end)).prefetch(min(self.stages.shape[0], self.end))
 
     def multiply(self, product: int, operand: Any) -> Array:
-        """Return `operand` times the transposed weights of the product with this index. Call this method once per
-        product, in the order of `products`."""
+        """Return `operand` times the transposed weights of the product with this index. Call this once per product, in
+        the order of `products`."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the previous slice's stage is filled. No slice precedes the first.
         ahead = self.stages.shape[0] - 1
@@ -94,7 +90,7 @@ class Stream:
             weights = self.stages.at[ring.stage(step), pl.ds(0, outputs)]
             plgpu.wgmma(sums, operand.at[:, pl.ds(k * SLICE, SLICE)], weights.transpose((1, 0)))
             if fetched:
-                # Every warp has now finished multiplying the previous slice.
+                # Every warp has now multiplied the previous slice.
                 plgpu.wgmma_wait(1)
                 plgpu.commit_smem()
                 ring.fetch(step + ahead)

@@ -1,7 +1,7 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
 A CTA computes one tile of a layer's dw for 128 examples: it weighs the gradients with respect to the layer's sums by
-dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles of all groups of 128 examples in a fixed
+dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles of all groups of examples in a fixed
 order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References to the arrays of `weighed_gradients`. `sums` has each layer's dw per group of 128 examples. `left` has
-    a tile's gradients and `right` its inputs, in shared memory, with the examples last."""
+    """References of `weighed_gradients`. `sums` has each layer's dw per group of 128 examples. `left` has a tile's
+    gradients and `right` its inputs, in shared memory, with the examples last."""
 
     dy: Any
     x: Any
@@ -40,8 +40,7 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The kernel's body, and the order of its tiles: tiles of dw, of `EXAMPLES x SLICE` elements, layer by layer, then
-    tiles of dx."""
+    """The kernel's body, and the order of its tiles: tiles of dw, of `EXAMPLES x SLICE` elements, then tiles of dx."""
 
     network: Network
 
@@ -74,7 +73,7 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of dw for one group of examples. Each of the two warpgroups loads half of the examples, and
+        """Compute a tile of dw for one group of examples. Each of two warpgroups loads half of the examples, and
         computes half of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
@@ -95,7 +94,7 @@ class _WeighedGradients:
     def bring(self, refs, layer, row, column, lanes, examples):
         widths, gradients = self.network.widths, refs.gradients[-1 - layer]
         weight = read(refs.dy, examples, value_a_row())
-        # Rows beyond the layer's outputs repeat other rows, and their sums are unused.
+        # Rows beyond the layer's outputs repeat other rows. Their sums are unused.
         starts = [jnp.minimum(row + n, widths[layer + 1] - SLICE) for n in (0, SLICE)]
         tiles = [load(gradients.at[examples, pl.ds(n, SLICE)], plgpu.Layout.WGMMA, optimized=False) for n in starts]
         if layer:
@@ -142,8 +141,8 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    g is the gradient of each example's loss: with respect to x in the formula for dx, else with respect to the sums
-    before ReLU of a layer's output o. h[n, i] is the layer's input i.
+    g is the gradient of each example's loss with respect to x, or with respect to a layer's sums before ReLU. h[n, i]
+    is the layer's input i.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
@@ -151,7 +150,7 @@ def weighed_gradients(
       sizes: sizes of the layers, inputs first.
 
     Returns:
-      dx of x's shape, followed by dw and db of each layer in turn.
+      dx, then dw and db of each layer in turn.
     """
     parts = dy.size // LANES
     *gradients, dx = gradients

@@ -36,12 +36,12 @@ def _heuristic(logits, labels):
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """Compute `loss[n] = Σ_k y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
-    y[k, n] is the weight that the label of example n gives to class k. `largest[n]` is the largest logit, and `total[n]
-    = Σ_k exp(logits[k, n] - largest[n])`.
+    y[k, n] is the weight that the label of example n gives to class k, and `total[n] = Σ_k exp(logits[k, n] -
+    largest[n])`, for the largest logit `largest[n]`.
 
     Args:
       logits: `(classes, N)`, N a multiple of `LANES`.
-      labels: integers `(N,)`, one class per example, or floats `(classes, N)`, one weight per class and example.
+      labels: integers `(N,)`, or float weights `(classes, N)`.
 
     Returns:
       (loss, largest, total), each `(N,)`: loss in the dtype of the logits, and float32 largest and total for the
@@ -121,8 +121,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return (weigh, valid). `weigh` takes a class k and a value, and returns the value times the label's weight for
-    class k. `valid` is the mask of valid labels."""
+    """Return (weigh, valid). `weigh(k, value)` returns the value times the label's weight for class k. `valid` is the
+    mask of valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
@@ -131,7 +131,7 @@ def _weigher(labels_ref, lanes, classes):
     valid = (first == first) | (first != first)
 
     def weigh(k, value):
-        # As above, a class of weight 0 contributes nothing at a logit of -inf.
+        # A class of weight 0 contributes nothing, even at a logit of -inf.
         weight = labels_ref[k, lanes].astype(jnp.float32)
         return jnp.where((weight == 0) & (value == -jnp.inf), 0.0, weight * value)
 
