@@ -1,4 +1,4 @@
-"""Kernels for a convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
+"""A convolution and its weight and bias gradients in float32 on the CUDA cores, with the batch last.
 
 Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
 output channels. A CTA of `correlate_batch` computes a tile of dw for some rows of dy and some examples, and XLA adds
@@ -46,8 +46,8 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
     Args:
-      x: `(C, H, W, N)`: C input channels, and a batch N that is a multiple of `LANES`.
-      w: `(K, C, F, G)`: K output channels.
+      x: `(C, H, W, N)`, N a multiple of `LANES`.
+      w: `(K, C, F, G)`.
       stride: one stride for i and one for j.
 
     Returns:
@@ -89,7 +89,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 class _TapBlocks:
     """All (input channel, row, column) triples of a filter, in blocks of equal size. A kernel loops over blocks, and
-    unrolls each block."""
+    unrolls each."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -113,7 +113,7 @@ class _TapBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
-    """Tile of dw per CTA. The sum over dy's rows and the batch has `splits` parts, one per CTA."""
+    """A CTA's tile of dw. The sum over dy's rows and the batch has `splits` parts, one per CTA."""
 
     out_channels: int
     in_channels: int
@@ -143,7 +143,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units. A unit is one row of dy for one block of `LANES` examples."""
+    """Return the number of units: rows of dy times blocks of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -151,15 +151,13 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The order of summation is fixed.
-
     Args:
-      dy: `(K, I, J, N)`: K output channels, and a batch N that is a multiple of `LANES`.
-      x: `(C, H, W, N)`: C input channels.
+      dy: `(K, I, J, N)`, N a multiple of `LANES`.
+      x: `(C, H, W, N)`.
       stride: one stride for i and one for j.
 
     Returns:
-      float32 `(K, C, F, G)`, where `F = H - (I - 1) * stride` and `G = W - (J - 1) * stride`.
+      float32 `(K, C, F, G)`, where `F = H - (I - 1) * stride` and `G = W - (J - 1) * stride`, summed in a fixed order.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
@@ -216,8 +214,7 @@ class SumBatchConfig:
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order. dy is `(K, R, N)`: output channels,
-    positions, and batch."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order, for dy `(K, R, N)`."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

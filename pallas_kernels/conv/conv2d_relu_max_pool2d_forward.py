@@ -2,7 +2,7 @@
 
 A CTA computes part of one row of pooling windows, for a few output channels and one block of the batch, with one
 example per lane. A lane loads the patch, the pixels that these windows need, into registers. It multiplies the patch by
-each weight, and keeps one sum per position of each window.
+each weight, and keeps one sum per window position.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def _lane_block(N: int, at_most: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Maximum output channels, adjacent windows, and examples per CTA. Channels and windows decrease until the grid has
-    the wanted number of CTAs per multiprocessor."""
+    the wanted CTAs per multiprocessor."""
 
     channels: int
     windows: int
@@ -59,17 +59,16 @@ def _forward_heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Fo
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: ForwardConfig) -> tuple[Array, Array]:
     """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
-    (r, s) is one of the R x S positions in window (p, q), k an output channel, and n an example. Windows do not
-    overlap, and the convolution's stride is 1.
+    (r, s) is one of the R x S positions in window (p, q). Windows do not overlap, and the convolution's stride is 1.
 
     Args:
-      x: `(C, H, W, N)`, whose batch N is a multiple of `LANES`.
+      x: `(C, H, W, N)`, N a multiple of `LANES`.
       w, b: `(K, C, F, G)` and `(K,)`.
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and the indices of the maxima, uint8 of the same
-      shape. An index is `r * S + s`, or R * S where y = 0.
+      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R *
+      S where y = 0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
@@ -126,8 +125,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Return `sums` plus the products for input channel c. `sums` has one list per output channel and window, with
-        one vector per window position."""
+        """Add the products for input channel c. `sums` has a list per output channel and window, with one vector per
+        window position."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

@@ -6,7 +6,7 @@ tile needs. For each position (r, s) in a window, `wgmma` multiplies a banded ma
     sums[r, s][(p, k, q), n] = sum over i, c, j of weights[s][(p, k, q), (i, c, j)] * patch[(r + i, c, j), n].
 
 (p, q) is a window of the tile, k an output channel, c an input channel, n an example, and (r + i, j) a pixel of the
-patch. `weights` stays in shared memory. `docs/kernels/conv.md` describes the data flow.
+patch. `weights` stays in shared memory: see `docs/kernels/conv.md`.
 """
 
 import dataclasses
@@ -43,22 +43,21 @@ from pallas_kernels.core.tiles import kernel
 
 _ITEM_BYTES = 2
 _FEATURES = 64
-"""Rows of a `wgmma` product: one per output channel and window of the tile."""
+"""Rows of a `wgmma` product: one per output channel and window."""
 _MAX_PLACES = 4
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
 """Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimate for finding a tile's maxima: 12 instructions per window, two cycles each."""
+"""Estimate for a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
 """Smallest batch for which the kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Windows per tile (rows and columns), bytes per row of an operand, warpgroups per CTA, and stages per
-    warpgroup."""
+    """Rows and columns of windows per tile, bytes per operand row, warpgroups per CTA, and stages per warpgroup."""
 
     rows: int
     columns: int
@@ -90,7 +89,7 @@ class _Sizes(WindowTiles):
 
     @property
     def row(self) -> int:
-        """Pixels in a row of the patch, for all channels together."""
+        """Pixels in a row of the patch, for all channels."""
         return self.C * self.patch[1]
 
     @property
@@ -104,7 +103,7 @@ class _Sizes(WindowTiles):
 
     @property
     def summed(self) -> int:
-        """Length of a product's summed axis, padded with zero weights to a multiple of `group`."""
+        """A product's summed axis, padded with zero weights to a multiple of `group`."""
         return -(-self.band * self.row // self.group) * self.group
 
     @property
@@ -142,8 +141,7 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles for all tiles of 64 examples. A product takes two per element of the summed
-        axis."""
+        """Estimated clock cycles for all tiles of 64 examples. A product takes two per element of the summed axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -179,8 +177,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    N may be any multiple of 64. w is rounded to x's dtype. A NaN or an infinity in x makes all results of its example
-    in the tile NaN, because zeros of the banded matrices multiply it.
+    N may be any multiple of 64. w is rounded to x's dtype. Zeros of the banded matrices multiply the whole patch, so a
+    NaN or an infinity in x makes all results of its example in the tile NaN.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -219,8 +217,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
-    """Return the banded matrices `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside
-    of the filter. The module's docstring defines the letters."""
+    """Return `weights[s][(p, k, q), (i, c, j)] = w[k, c, i - p * R, j - q * S - s]`, or 0 outside of the filter. The
+    module's docstring defines the letters."""
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
@@ -332,7 +330,7 @@ class _Program:
             r, s = divmod(t, sizes.S)
             plgpu.wgmma(total, self.weights.at[s], patch.at[pl.ds(r * sizes.row, sizes.summed)])
         plgpu.wgmma_wait(0)
-        # The next copy runs during the search for the maxima.
+        # Copy during the search for the maxima.
         ring.fetch(step + ring.stages)
         return [total[...] for total in sums]
 

@@ -56,7 +56,7 @@ _GROUP = 32
 _PIXELS = 8
 """Pixels per row of an operand's tile: 32 bytes. A warp writes four rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Rows of results per copy to device memory: the period of the swizzle pattern."""
+"""Rows of results per copy to device memory: the period of the swizzle."""
 _MAX_OUTPUTS = 256
 """Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
@@ -69,7 +69,7 @@ _SHARED_BYTES_A_CLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Windows per tile (rows and columns), input channels per step of the product, and warpgroups per CTA."""
+    """Rows and columns of windows per tile, input channels per step of the product, and warpgroups per CTA."""
 
     rows: int
     columns: int
@@ -90,7 +90,7 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results per tile and example."""
+        """Results per example of a tile."""
         return self.K * self.windows
 
     @property
@@ -100,7 +100,6 @@ class _Sizes(WindowTiles):
 
     @property
     def steps(self) -> int:
-        """Steps of a tile's product, one per group of input channels."""
         return self.C // self.config.channels
 
     @property
@@ -135,8 +134,8 @@ class _Sizes(WindowTiles):
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch,
-        threads read and write it, and the product reads the patch and the weights."""
+        """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads read and
+        write it, and the product reads the patch and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -176,7 +175,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` with float32 x and w rounded to TF32, and with float32 sums.
+    """Compute `conv2d_relu_max_pool2d_forward.forward` with x and w rounded to TF32, and with float32 sums.
 
     N may be any multiple of 64. NaN and infinity in x spread as in `conv2d_relu_max_pool2d_forward_sm90.forward`.
     """
@@ -240,7 +239,7 @@ def _copies(sizes: _Sizes) -> int:
 
 def _transposing() -> Any:
     """Return the register layout for transposing a patch of 32 examples. A warp accesses 8 pixels of 4 examples at a
-    time. In the swizzled buffer these lie in different banks, and in the operand in 128 adjacent bytes."""
+    time: different banks of the swizzled buffer, and 128 adjacent bytes of the operand."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

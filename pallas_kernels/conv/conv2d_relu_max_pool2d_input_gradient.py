@@ -82,7 +82,7 @@ class _Part(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows. A filter has
-    G columns, and a window S columns."""
+    G columns, and a window S."""
 
     columns: int
     cells: int
@@ -133,8 +133,7 @@ def input_gradient(
     """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima, for K output channels, P
-        x Q windows, and N examples.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       w: `(K, C, F, G)`.
       input_size: H and W.
 
@@ -150,10 +149,10 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # One instruction loads the weights of several channels for one filter position.
+        # One instruction loads several channels' weights for one filter position.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The middle rows, to which the most windows contribute, start first. The last CTAs are then short.
+        # The middle rows, with the most windows, start first, so that the last CTAs are short.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )
@@ -161,7 +160,7 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """Return the n-th of the integers below `count` from the middle outwards: 2, 3, 1, 4, 0 for a count of 5."""
+    """Return the n-th of the integers below `count`, from the middle outwards: 2, 3, 1, 4, 0 for a count of 5."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 

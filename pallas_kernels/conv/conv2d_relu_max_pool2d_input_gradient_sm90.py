@@ -35,7 +35,7 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of an operand's tile. The columns of `routed` for one window position fill whole tiles."""
+"""Columns of an operand's tile. `routed` fills whole tiles for each window position."""
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_SUMS = 96
@@ -86,7 +86,7 @@ class _Sizes:
 
     @property
     def cell_row(self) -> int:
-        """Elements in a row of a cell, for all channels together."""
+        """Elements in a row of a cell, for all channels."""
         return self.C * self.cell_width
 
     @property
@@ -99,7 +99,7 @@ class _Sizes:
 
     @property
     def routed(self) -> int:
-        """Columns of the operand `routed`: one per window position and element of dy in a group."""
+        """Columns of `routed`: one per window position and element of dy in a group."""
         return self.R * self.S * self.gradients
 
     def fit(self) -> bool:
@@ -147,14 +147,14 @@ def input_gradient(
 ) -> Array:
     """Compute `conv2d_relu_max_pool2d_input_gradient.input_gradient` on the tensor cores with float32 sums.
 
-    N must be a multiple of 64. w is rounded to dy's dtype, and float32 operands are rounded to TF32.
+    N must be a multiple of 64. w is rounded to dy's dtype, and float32 operands to TF32.
     """
     N, sizes = dy.shape[-1], _sizes(dy, w, window, config.windows)
     rows, columns = (sizes.P + sizes.reach - 1) * sizes.R, sizes.warpgroups * sizes.cell_width
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward stores the indices in this order, so XLA transposes nothing.
+        # The forward stores the indices in this order.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -174,11 +174,8 @@ def input_gradient(
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[a, b][(r, c, v), (tr, ts, q, k)] = w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0
-    outside of the filter.
-
-    (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a group. c and k are input
-    and output channels. The module's docstring defines a and b.
-    """
+    outside of the filter. (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a
+    group. The module's docstring defines a and b."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -198,7 +195,7 @@ class _Program:
 
     Attributes:
       place: indices of the maxima.
-      operands: the operand `routed` of each group, in shared memory.
+      operands: each group's `routed`, in shared memory.
       staging: one row of a cell per warpgroup, in shared memory.
       group: index of the group whose `routed` this warpgroup writes. The last warpgroup writes none.
     """
@@ -239,7 +236,7 @@ class _Program:
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()
         self.meet()
-        # These loads run during the products.
+        # Load during the products.
         fetched = self.fetch(jnp.minimum(p + 1, sizes.P - 1))
         first, *sums = with_products([*sums, self.zeros()], self.multiply)
         self.meet()

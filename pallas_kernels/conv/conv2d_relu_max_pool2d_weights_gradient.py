@@ -3,7 +3,7 @@
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane multiplies dy by the
 part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes through shared
-memory. XLA adds the sums of the splits.
+memory, and XLA adds the splits.
 """
 
 import dataclasses
@@ -33,22 +33,17 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Estimated registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
+"""Registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
 _MAX_PATCH = 72
-"""Maximum elements of a patch, the pixels under a thread's windows. Larger patches were not measured."""
+"""Maximum pixels of a patch, under a thread's windows. Larger patches were not measured."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """Tile of `weights_gradient`.
-
-    Attributes:
-      channels: output channels per CTA, a divisor of all output channels.
-      windows: adjacent windows that a thread computes at once, a divisor of the windows in a row.
-      programs_per_multiprocessor: wanted CTAs per multiprocessor.
-    """
+    """`channels` output channels per CTA, and `windows` adjacent windows per step of a thread. Both are divisors. The
+    wanted CTAs determine the number of splits."""
 
     channels: int
     windows: int
@@ -100,7 +95,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # If there are fewer units than wanted splits, use more CTAs with one output channel each.
+        # With fewer units than wanted splits, use more CTAs with one output channel each.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
@@ -113,8 +108,7 @@ def weights_gradient(
     """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
-      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima, for K output channels, P
-        x Q windows, and N examples.
+      dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
       window: R and S.
 
@@ -142,7 +136,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices in this order, so XLA transposes nothing.
+        # The forward stores the indices in this order.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -174,8 +168,8 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Sum over the units of a split. Return one vector of sums per weight and per bias, with one element per lane,
-        and vectors of zeros as padding."""
+        """Sum over the units of a split. Return one vector per weight and per bias, with one element per lane, and
+        zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

@@ -1,8 +1,7 @@
-"""Body of the kernels in `conv2d_weights_gradient_sm90`, which compute weight gradients on Hopper's tensor cores.
+"""Body of the kernels in `conv2d_weights_gradient_sm90`, which defines the routed gradient and a row of windows.
 
-Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. The routed gradient is
-dy for `conv2d`. For `conv2d_relu_max_pool2d`, it is dy at the positions of the maxima, and zero elsewhere. At the end,
-the CTA adds several sums to the gradient of each weight and bias, through the L2 cache.
+Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. At the end, the CTA
+adds several sums to the gradient of each weight and bias, through the L2 cache.
 """
 
 import dataclasses
@@ -39,15 +38,14 @@ def body(program, sizes, per_split, *refs, split, **ids):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. Subclasses copy dy, and compute the routed gradient from it. A unit is one row of windows for the
-    examples of one step.
+    """One warpgroup. Subclasses copy dy, and compute the routed gradient from it.
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
       xs: stages in shared memory, each with rows of x and eight rows of ones.
       split, c, t: the CTA's split, part of the input channels, and part of the window positions.
-      first, steps: the split's first unit, and number of units.
+      first, steps: the split's first unit, and number of units. A unit is one row of windows for one step's examples.
     """
 
     sizes: Sizes

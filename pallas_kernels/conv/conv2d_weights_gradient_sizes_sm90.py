@@ -8,7 +8,7 @@ from pallas_kernels.core import device
 from pallas_kernels.core.layouts import LANES, OPERAND_BYTES, divisors
 
 TILE = 64
-"""Rows of a `wgmma` tile, one tile per warpgroup."""
+"""Rows of a `wgmma` tile, one per warpgroup."""
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_COLUMNS = 160
@@ -16,13 +16,13 @@ _MAX_COLUMNS = 160
 _MAX_STAGES = 4
 """Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Bytes of shared memory for barriers and sums across warps, and a reserve. The stages were tuned with this value."""
+"""Shared memory for barriers and sums across warps, and a reserve. The stages were tuned with this value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sums that a CTA computes: input channels and window positions. If `images_on_left`, x is the product's left
-    operand, otherwise the routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
+    """Input channels and window positions per CTA. If `images_on_left`, x is the product's left operand, otherwise the
+    routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
 
     channels: int
     places: int
@@ -58,7 +58,7 @@ class Sizes:
 
     @property
     def ones(self) -> int:
-        """Index of the first row of ones in a stage, after the rows of x."""
+        """First row of ones in a stage, after the rows of x."""
         return self.config.channels * self.band * self.W
 
     @property
@@ -71,7 +71,6 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Columns of a CTA's product: the rows of the right operand."""
         return self.routed_rows if self.config.images_on_left else self.ones + 8
 
     @property
@@ -81,8 +80,8 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements that hold a CTA's gradients: dw, in the order (input channel, filter row, filter
-        column, output channel), then db."""
+        """Vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column, output
+        channel), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -109,17 +108,17 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Numbers of parts into which CTAs divide the input channels and a window's positions."""
+        """Numbers of parts of the input channels and of the window positions, one of each per CTA."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
     def examples(self) -> int:
-        """Examples per step, which fill a row of an operand."""
+        """Examples per step: one row of an operand."""
         return OPERAND_BYTES // self.dtype.itemsize
 
     @property
     def units(self) -> int:
-        """Units in all splits. A unit is one row of windows for the examples of one step."""
+        """Units in all splits. A unit is one row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -136,8 +135,8 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Return the estimated clock cycles per unit, summed over the parts in `shares`. Each column of a product takes
-        two cycles per warpgroup. Loads take one cycle per 24 bytes."""
+        """Estimated clock cycles per unit, summed over the parts in `shares`. Each column of a product takes two cycles
+        per warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
@@ -183,8 +182,8 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles. `sizes` takes a config, and returns its `Sizes`. Return None if
-    none fits, or if an operand's rows are no multiple of eight."""
+    """Return the config with the fewest clock cycles, or None if none fits. `sizes` takes a config, and returns its
+    `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

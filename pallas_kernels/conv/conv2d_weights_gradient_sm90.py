@@ -9,9 +9,9 @@ column of x. t = (r, s) is one of the R x S positions in window q. `routed` is d
 zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not
 used.
 
-A CTA computes the sums for a part of the input channels and a part of the window positions, over a split: a part of the
-rows of windows and of the batch. For `conv2d`, a row of windows is a block of R rows of the output, S is 1, and
-`routed` is dy. Rows of ones after the rows of x yield the bias gradient.
+A CTA computes a part of the input channels and of the window positions, over a split: a part of the rows of windows and
+of the batch. For `conv2d`, a row of windows is R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
+rows of x yield db.
 """
 
 import functools
@@ -61,9 +61,9 @@ def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: Config
 ) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` on the tensor cores. float32 dy is rounded to
-    TF32, and float32 x is truncated to TF32."""
+    TF32, and float32 x is truncated."""
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward stores the indices in this order, so XLA transposes nothing.
+    # The forward stores the indices in this order.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -78,8 +78,8 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows R of dy per product, or None if no R fits. R must divide dy's rows. R times x's columns
-    and R times dy's columns must be multiples of eight."""
+    """Return the fewest rows R of dy per product, or None. R divides dy's rows. R times x's columns and R times dy's
+    columns are multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -98,11 +98,9 @@ def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Arra
     """Return (dw, db) for a convolution with stride 1. dw is as in `conv2d.correlate_batch`, and db is the sum of dy
     per output channel.
 
-    float32 dy is rounded to TF32, and float32 x is truncated to TF32.
-
     Args:
-      dy: `(K, I, J, N)`, whose batch N is a multiple of `LANES`.
-      x: `(C, H, W, N)`.
+      dy: `(K, I, J, N)`, N a multiple of `LANES`. float32 is rounded to TF32.
+      x: `(C, H, W, N)`. float32 is truncated to TF32.
 
     Returns:
       dw `(K, C, H - I + 1, W - J + 1)` and db `(K,)` in float32.

@@ -4,9 +4,9 @@ Each channel c has one filter w of F elements:
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
-n is an example. x̄ is x with `before` zeros before the sequence and `after` zeros after it. A row is the block of
-channels at one position. A CTA moves along the positions of one example. The filters and the last F - 1 rows stay in
-registers, so it loads each row once. The kernels use no shared memory, so they also run in the interpreter.
+x̄ is example n of x, with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the
+positions of one example. The filters and the last F - 1 rows, blocks of channels at one position, stay in registers, so
+the CTA loads each row once. The kernels use no shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes of a row per thread: one access of Mosaic GPU. With two accesses, LLVM could not prove their alignment,
-and would load single elements."""
+"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
+would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -37,8 +37,7 @@ _PROGRAMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` channels, a multiple of `LANES` that divides all channels, and `rows` positions, a
-    multiple of `_ROWS_AT_ONCE`."""
+    """Tile of a CTA: `length` channels, a multiple of `LANES`, and `rows` positions, a multiple of `_ROWS_AT_ONCE`."""
 
     length: int
     rows: int
@@ -64,8 +63,7 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Return y, the depthwise convolution of the padded x with the filters w, plus b. The module's docstring has the
-    formula.
+    """Return y of the formula in the module's docstring.
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
@@ -85,8 +83,8 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
         bias = None if b_ref is None else b_ref[lanes].astype(jnp.float32)
 
         def convolve_rows(t, window):
-            """Write y at `_ROWS_AT_ONCE` positions from t on, and return the next `window`. `window` has the rows from
-            t to t + F - 2 of the padded x."""
+            """Write y at `_ROWS_AT_ONCE` positions from t on. `window` has rows t to t + F - 2 of the padded x. Return
+            the next window."""
             window = [*window, *(x.load(t + taps - 1 + k) for k in range(_ROWS_AT_ONCE))]
             for k in range(_ROWS_AT_ONCE):
                 y = _dot(filters, window[k : k + taps])
@@ -121,15 +119,15 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    x̄ is the padded x. dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The sums for dw
-    and db have a fixed order.
+    x̄ is the padded x. dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The order of
+    summation is fixed.
 
     Args:
       dy: gradient with respect to y, in y's shape and dtype.
       x, w, b, before, after: as in `convolve`.
 
     Returns:
-      dx in x's dtype, float32 dw, and float32 db. Without b, db is None.
+      dx in x's dtype, float32 dw, and float32 db, or None without b.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     positions = width + before + after
@@ -157,7 +155,7 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. `parts` CTAs divide the `positions` positions of the padded x."""
+    """The body of `gradients`. `parts` CTAs divide the padded x."""
 
     config: Config
     before: int
@@ -176,7 +174,7 @@ class _Backward:
 
         def add_rows(s, carry):
             """Compute dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
-            dw, db), where `window` has the rows from s - F + 1 to s - 1 of dy."""
+            dw, db), where `window` has rows s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []
@@ -230,7 +228,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of a CTA's rows, `first` to `first + rows - 1` and
-    below `end`. Return the last carry."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of `rows` rows from `first` on, and below `end`.
+    Return the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

@@ -44,7 +44,7 @@ def scatter_gradients(
     Windows may overlap, leave gaps, or reach into the padding.
 
     Args:
-      dy: `(C, P, Q, N)`: C channels, P x Q windows, and a batch N that is a multiple of `LANES`.
+      dy: `(C, P, Q, N)`, N a multiple of `LANES`.
       indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
       input_size: H and W.
       padding: rows above the input, and columns to its left.
@@ -53,7 +53,7 @@ def scatter_gradients(
       dx `(C, H, W, N)` in dy's dtype.
     """
     C, N = dy.shape[0], dy.shape[-1]
-    # Row `a * stride + r` of the padded input is row r of window a, row `r + stride` of window a - 1, and so on.
+    # Row `a * stride + r` of the padded input is row r of window a, and row `r + stride` of window a - 1.
     rows, columns = (-(-(size + before) // s) for size, before, s in zip(input_size, padding, stride, strict=True))
     padded = launch(
         functools.partial(_route_row, window=window, stride=stride, columns=columns, lane_block=config.lane_block),

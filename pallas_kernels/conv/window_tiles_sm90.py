@@ -1,4 +1,4 @@
-"""Tiles of pooling windows in the forwards of `conv2d_relu_max_pool2d` on Hopper's tensor cores."""
+"""Tiles in the forwards of `conv2d_relu_max_pool2d` on Hopper's tensor cores."""
 
 import dataclasses
 from typing import Any, Self
@@ -6,17 +6,17 @@ from typing import Any, Self
 from pallas_kernels.core.layouts import quotient
 
 EXAMPLES = 64
-"""Examples per tile. With 64 examples and 64 features, a thread has 32 sums per window position."""
+"""Examples per tile. With 64 features, a thread then has 32 sums per window position."""
 MAX_BOX = 256
 """Maximum elements along each axis of a bulk copy."""
 BARRIER_BYTES = 1024
-"""Bytes of shared memory for the barriers. Operands are aligned to 1024 bytes."""
+"""Shared memory for the barriers. Operands are aligned to 1024 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiles:
-    """Sizes for tiles of `config.rows` x `config.columns` windows. There are K output and C input channels, P x Q
-    windows of R x S positions, N examples, and filters of F x G elements."""
+    """Tiles of `config.rows` x `config.columns` windows. There are K output and C input channels, P x Q windows of R x
+    S positions, N examples, and filters of F x G elements."""
 
     K: int
     P: int
