@@ -45,13 +45,8 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    Args:
-      x: `(C, H, W, N)`, N a multiple of `LANES`.
-      w: `(K, C, F, G)`.
-      stride: one stride for i and one for j.
-
-    Returns:
-      `(K, (H - F) // stride + 1, (W - G) // stride + 1, N)` in x's dtype, with float32 sums.
+    x is `(C, H, W, N)`, with a multiple of `LANES` examples n, and w `(K, C, F, G)`. `stride` has one stride for i and
+    one for j. The result has x's dtype, with float32 sums.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -88,8 +83,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """All (input channel, row, column) triples of a filter, in blocks of equal size. A kernel loops over blocks, and
-    unrolls each."""
+    """All (input channel, row, column) triples of a filter, in blocks of equal size, which a kernel unrolls."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -143,7 +137,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units: rows of dy times blocks of `LANES` examples."""
+    """Return rows of dy times blocks of `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -151,13 +145,9 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    Args:
-      dy: `(K, I, J, N)`, N a multiple of `LANES`.
-      x: `(C, H, W, N)`.
-      stride: one stride for i and one for j.
-
-    Returns:
-      float32 `(K, C, F, G)`, where `F = H - (I - 1) * stride` and `G = W - (J - 1) * stride`, summed in a fixed order.
+    dy is `(K, I, J, N)`, with a multiple of `LANES` examples n, and x `(C, H, W, N)`. `stride` has one stride for i and
+    one for j. dw has `H - (I - 1) * stride` rows and `W - (J - 1) * stride` columns per filter, in float32, summed in a
+    fixed order.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]

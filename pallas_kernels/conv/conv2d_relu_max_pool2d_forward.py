@@ -67,8 +67,8 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
       window: R and S.
 
     Returns:
-      y `(K, (H - F + 1) // R, (W - G + 1) // S, N)` in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R *
-      S where y = 0.
+      y `(K, P, Q, N)` in x's dtype for P x Q windows, and uint8 indices of the maxima: `r * S + s`, or R * S where y =
+      0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
@@ -125,8 +125,8 @@ class _ForwardProgram:
         return list(itertools.product(range(self.channels), range(self.windows)))
 
     def add_channel(self, x, w, program, c, sums):
-        """Add the products for input channel c. `sums` has a list per output channel and window, with one vector per
-        window position."""
+        """Add the products for input channel c to `sums`, which has one vector per output channel, window, and window
+        position."""
         (k, p, q, lanes), (_, _, F, G), (R, S) = program, w.shape, self.window
         sums = dict(zip(self.windows_by_channel(), sums, strict=True))
         patch = {

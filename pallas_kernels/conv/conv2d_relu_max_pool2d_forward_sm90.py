@@ -79,7 +79,7 @@ class _Sizes(WindowTiles):
 
     @property
     def panels(self) -> int:
-        """Operand rows for one pixel of all examples in a tile."""
+        """Operand rows for one pixel of a tile's examples."""
         return EXAMPLES // self.group
 
     @property
@@ -108,7 +108,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: the patch, and the rows after it that the last product also reads."""
+        """The patch's rows, and the rows after them that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -134,14 +134,14 @@ class _Sizes(WindowTiles):
             self.features <= _FEATURES
             # Each product begins one patch row later than the previous product, at a tile of eight operand rows.
             and self.row % 8 == 0
-            # If a pixel takes several operand rows, a tile of eight operand rows must be one patch row.
+            # If a pixel takes several operand rows, eight operand rows must be one patch row.
             and (self.panels == 1 or self.patch[1] == 8)
             and max(self.C, *self.patch) <= MAX_BOX
             and self.stages >= max(1, self.config.stages)
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles for all tiles of 64 examples. A product takes two per element of the summed axis."""
+        """Estimated clock cycles for all tiles of 64 examples: two per element of a product's summed axis."""
         return self.tiles[0] * self.tiles[1] * max(2 * self.R * self.S * self.summed, _EPILOGUE_CLOCKS)
 
 
@@ -196,7 +196,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         _by_features(b.astype(jnp.float32), sizes),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N), x.dtype),
-            # The backward reads the indices in this order.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -208,7 +207,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
-        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
@@ -222,7 +220,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
     config = sizes.config
     s, p, q, i, j = np.ix_(*map(range, (sizes.S, config.rows, config.columns, sizes.band, sizes.patch[1])))
     w = taps(w, i - p * sizes.R, j - (q * sizes.S + s))
-    # Axes of w: K, C, s, p, q, i, j.
+    # Axes: K, C, s, p, q, i, j.
     w = w.transpose(2, 3, 0, 4, 5, 1, 6).reshape(sizes.S, sizes.features, -1)
     return jnp.pad(w, ((0, 0), (0, _FEATURES - sizes.features), (0, sizes.summed - w.shape[2])))
 
@@ -238,7 +236,6 @@ def _patches(sizes: _Sizes, dtype: Any) -> Any:
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of bulk copies per stage. Only a GPU can fill a stage by one copy."""
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
 
 
@@ -253,7 +250,7 @@ def _body(sizes, programs, *refs, program, warpgroup):
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices in
-    device memory, `weights` their copy in shared memory, and `place` the indices of the maxima."""
+    device memory, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     x: Any
@@ -286,8 +283,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Copy the weights to shared memory, and zeros to the rows after each patch. Zero weights multiply these rows,
-        but NaN in uninitialized memory would spread."""
+        """Copy the weights to shared memory, and zeros to the rows after each patch, because NaN in uninitialized
+        memory would spread."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -6,8 +6,7 @@ A tile is a few pooling windows, for all output channels and 64 examples. `wgmma
 
 n is an example, t a position in window (p, q), k an output channel, and c an input channel. (i, j) is a pixel of the
 patch, the part of the images that the tile needs. `weights` has the filters, shifted to position t of each window, and
-zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another
-warpgroup.
+zeros elsewhere. While a warpgroup transposes a patch through registers, the tensor cores multiply for another.
 """
 
 import dataclasses
@@ -49,14 +48,14 @@ from pallas_kernels.core.tiles import kernel
 _MIN_BATCH = 1024
 """Smallest batch for which the kernel makes LeNet's training step faster."""
 MIN_JAX = (0, 11, 1)
-"""First version of JAX in which a kernel can load from a transposed view of swizzled memory."""
+"""First version of JAX in which a kernel can load a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
 """Examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
 """Pixels per row of an operand's tile: 32 bytes. A warp writes four rows without a bank conflict."""
 _BOX_ROWS = 8
-"""Rows of results per copy to device memory: the period of the swizzle."""
+"""Rows of results per copy: the period of the swizzle."""
 _MAX_OUTPUTS = 256
 """Columns of the widest `wgmma`."""
 _MAX_WARPGROUPS = 4
@@ -104,7 +103,7 @@ class _Sizes(WindowTiles):
 
     @property
     def pixels(self) -> int:
-        """Pixels of the patch per step, for all input channels of the step."""
+        """Pixels of the patch per step, for all of the step's channels."""
         return self.config.channels * self.patch[0] * self.patch[1]
 
     @property
@@ -142,8 +141,8 @@ class _Sizes(WindowTiles):
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, then the fewest clock cycles, or None if none fits. More warpgroups
-    were faster even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, then the fewest clock cycles, or None. More warpgroups were faster
+    even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -197,7 +196,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
         jnp.repeat(b.astype(x.dtype), sizes.windows),
         out=(
             jax.ShapeDtypeStruct((sizes.K, sizes.P, sizes.Q, N // _GROUP, _GROUP), x.dtype),
-            # The backward reads the indices in this order.
             jax.ShapeDtypeStruct((sizes.P, sizes.K, sizes.Q, N), jnp.uint8),
         ),
         grid={"program": programs},
@@ -211,7 +209,6 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             operand_and_box(results, boxes, x.dtype, _GROUP * _ITEM_BYTES),
             plgpu.SMEM(results, jnp.uint8),
         ],
-        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tf32",
@@ -221,19 +218,17 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. (r, s) is a window position, c an input channel of the step, and the module's docstring defines the other
-    letters."""
+    filter. (r, s) is a window position, and the module's docstring defines the other letters."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
     w = taps(lax.reduce_precision(w, 8, 10), i - (p * sizes.R + r), j - (q * sizes.S + s))
-    # Axes of w: K, C, r, s, p, q, i, j.
+    # Axes: K, C, r, s, p, q, i, j.
     w = w.reshape(sizes.K, sizes.steps, config.channels, *w.shape[2:]).transpose(1, 3, 4, 0, 5, 6, 2, 7, 8)
     return w.reshape(sizes.steps, sizes.outputs, sizes.pixels)
 
 
 def _copies(sizes: _Sizes) -> int:
-    """Return the number of bulk copies per patch. Only a GPU can fetch a patch by one copy."""
     return 1 if simulating() is None else sizes.config.channels * sizes.patch[0] * (EXAMPLES // _GROUP)
 
 

@@ -81,8 +81,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows. A filter has
-    G columns, and a window S."""
+    """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows, a filter G
+    columns, and a window S."""
 
     columns: int
     cells: int
@@ -149,7 +149,7 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # One instruction loads several channels' weights for one filter position.
+        # One instruction loads several channels' weights.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         # The middle rows, with the most windows, start first, so that the last CTAs are short.
@@ -180,8 +180,8 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Write dx in the cells of `part`. `at` has the first cell's row and column, the index of the block of input
-        channels, and the slice of examples."""
+        """Write dx in the cells of `part`. `at` is the first cell's row and column, the block of input channels, and
+        the slice of examples."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

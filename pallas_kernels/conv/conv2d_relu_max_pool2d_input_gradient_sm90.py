@@ -6,11 +6,11 @@ group. `wgmma` computes each cell, with one row per example:
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
 m is a row and j a column of cells and groups. a counts the rows from the group down to the cell. b is 0 for the group
-in the cell's column, and 1 for the group to the left. `routed` has dy at the positions of the windows' maxima, and
-zeros elsewhere. `weights` has the filters.
+in the cell's column, and 1 for the group to the left. `routed` has dy at the positions of the maxima, and zeros
+elsewhere. `weights` has the filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
-memory. A cell's sums stay in registers until no later row of windows contributes to it.
+memory. A cell's sums stay in registers until its last row of windows.
 """
 
 import dataclasses
@@ -154,7 +154,6 @@ def input_gradient(
     dx = launch(
         functools.partial(_body, sizes),
         dy,
-        # The forward stores the indices in this order.
         place.swapaxes(0, 1),
         _matrices(w.astype(dy.dtype), sizes),
         out=jax.ShapeDtypeStruct((sizes.C, rows, columns, N), dy.dtype),
@@ -180,7 +179,7 @@ def _matrices(w: Array, sizes: _Sizes) -> Array:
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
     w = taps(w, a * R + r - tr, b * width + v - (q * S + ts))
-    # Axes of w: K, C, a, b, r, v, tr, ts, q.
+    # Axes: K, C, a, b, r, v, tr, ts, q.
     return w.transpose(2, 3, 4, 1, 5, 6, 7, 8, 0).reshape(sizes.reach, 2, sizes.cell, sizes.routed)
 
 
@@ -197,7 +196,7 @@ class _Program:
       place: indices of the maxima.
       operands: each group's `routed`, in shared memory.
       staging: one row of a cell per warpgroup, in shared memory.
-      group: index of the group whose `routed` this warpgroup writes. The last warpgroup writes none.
+      group: the group whose `routed` this warpgroup writes. The last warpgroup writes none.
     """
 
     sizes: _Sizes
@@ -231,7 +230,7 @@ class _Program:
 
     def take_row(self, p, carry):
         """Add row p of windows to the sums. Write the cells in row p, which are now complete. Return the next row's
-        loaded operands and the other cells' sums."""
+        operands and the other cells' sums."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

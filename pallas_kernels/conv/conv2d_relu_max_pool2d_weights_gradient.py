@@ -35,22 +35,22 @@ _MAX_ACCUMULATORS = 160
 _OTHER_REGISTERS = 30
 """Registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
 _MAX_PATCH = 72
-"""Maximum pixels of a patch, under a thread's windows. Larger patches were not measured."""
+"""Maximum pixels under a thread's windows. More were not measured."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """`channels` output channels per CTA, and `windows` adjacent windows per step of a thread. Both are divisors. The
-    wanted CTAs determine the number of splits."""
+    """Output channels per CTA, and adjacent windows per step of a thread, both divisors. The wanted CTAs determine the
+    number of splits."""
 
     channels: int
     windows: int
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units. A unit is `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
@@ -71,7 +71,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return a CTA's sums: one per weight and one per bias, rounded up to a multiple of `SUMMED_ROWS`."""
+    """Return a CTA's sums: one per weight and one per bias, padded to a multiple of `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -95,7 +95,7 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
         registers = channels * (F * G + 1) + patch(windows) + _OTHER_REGISTERS
         resident = max(1, gpu.registers // (LANES * registers))
         config = WeightsGradientConfig(channels, windows, programs_per_multiprocessor=2 * resident)
-        # With fewer units than wanted splits, use more CTAs with one output channel each.
+        # With too few units, use more CTAs with one output channel each.
         if config.units(dy) >= config.wanted_splits(dy, x):
             break
     return config
@@ -136,7 +136,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices in this order.
+        # The forward stores the indices in this order, so XLA transposes nothing.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),

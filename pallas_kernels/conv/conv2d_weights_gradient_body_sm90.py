@@ -25,8 +25,7 @@ _BLOCK_COLUMNS = 4
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run one warpgroup for its CTA's split, which has at most `per_split` units. `program` is a subclass of
-    `_Program`."""
+    """Run one warpgroup for its CTA's split, with `program`, a subclass of `_Program`."""
 
     def accumulate(sums):
         first = split * per_split
@@ -44,7 +43,7 @@ class _Program:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
       xs: stages in shared memory, each with rows of x and eight rows of ones.
-      split, c, t: the CTA's split, part of the input channels, and part of the window positions.
+      c, t: the CTA's part of the input channels, and of the window positions.
       first, steps: the split's first unit, and number of units. A unit is one row of windows for one step's examples.
     """
 
@@ -136,7 +135,7 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Write a step's routed gradient to a buffer in shared memory, and return the buffer's index."""
+        """Write a step's routed gradient to shared memory, and return the buffer's index."""
         raise NotImplementedError
 
     @property
@@ -145,14 +144,14 @@ class _Program:
 
     @property
     def layout(self):
-        """Register layout with two rows per warp, which avoids bank conflicts in shared memory."""
+        """Two rows per warp, which avoids bank conflicts in shared memory."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class PooledProgram(_Program):
-    """One warpgroup of `weights_gradient`. The routed gradients of successive units alternate between two buffers."""
+    """One warpgroup of `weights_gradient`. The routed gradients alternate between two buffers."""
 
     def routed_row(self, t, k, q):
         return (t * self.sizes.K + k) * self.sizes.Q + q

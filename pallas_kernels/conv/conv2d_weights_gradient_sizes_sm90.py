@@ -22,7 +22,7 @@ _RESERVED_BYTES = 27 * 1024
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Input channels and window positions per CTA. If `images_on_left`, x is the product's left operand, otherwise the
-    routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
+    routed gradient. Each warpgroup multiplies 64 of its rows."""
 
     channels: int
     places: int
@@ -80,8 +80,8 @@ class Sizes:
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column, output
-        channel), then db."""
+        """Vectors of `LANES` elements for dw (input channel, filter row, filter column, output channel) and db of a
+        CTA."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -90,7 +90,7 @@ class Sizes:
 
     @property
     def gradient_rows(self) -> int:
-        """Rows of dy per stage. Each warpgroup routes an equal share."""
+        """Rows of dy per stage, shared equally by the warpgroups."""
         raise NotImplementedError
 
     @property
@@ -118,7 +118,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Units in all splits. A unit is one row of windows for one step's examples."""
+        """Units of all splits. A unit is one row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -135,15 +135,14 @@ class Sizes:
         )
 
     def clocks(self) -> int:
-        """Estimated clock cycles per unit, summed over the parts in `shares`. Each column of a product takes two cycles
-        per warpgroup. Loads take one cycle per 24 bytes."""
+        """Estimated clock cycles per unit, for all parts in `shares`. Each column of a product takes two cycles per
+        warpgroup. Loads take one cycle per 24 bytes."""
         clocks = self.warpgroups * self.columns * OPERAND_BYTES // 64 + self.stage_bytes // 24
         return clocks * self.shares[0] * self.shares[1]
 
 
 class _PooledSizes(Sizes):
-    """A stage of `weights_gradient` holds x, dy, and the indices of the maxima. Two other buffers hold the routed
-    gradient."""
+    """A stage holds x, dy, and the indices of the maxima. Two other buffers hold the routed gradient."""
 
     @property
     def gradient_rows(self) -> int:

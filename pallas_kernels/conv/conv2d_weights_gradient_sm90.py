@@ -4,10 +4,9 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
     sums[(c, i, j), (t, k, q)] += sum over n of x[c, p * R + i, j, n] * routed[t, k, q, n].
 
-c and k are input and output channels, and n is an example. i counts the rows of x under the row of windows, and j is a
-column of x. t = (r, s) is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and
-zero elsewhere. dw[k, c, u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not
-used.
+c and k are input and output channels, and n is an example. i counts the rows of x under the row of windows. t = (r, s)
+is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c,
+u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
 
 A CTA computes a part of the input channels and of the window positions, over a split: a part of the rows of windows and
 of the batch. For `conv2d`, a row of windows is R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
@@ -63,7 +62,6 @@ def weights_gradient(
     """Compute `conv2d_relu_max_pool2d_weights_gradient.weights_gradient` on the tensor cores. float32 dy is rounded to
     TF32, and float32 x is truncated."""
     sizes = pooled_sizes(dy, x, window, config)
-    # The forward stores the indices in this order.
     place = place.swapaxes(0, 1).reshape(sizes.P, -1, sizes.N)
     stages = config.stages, sizes.gradient_rows, sizes.examples
     return _launch(
@@ -141,5 +139,5 @@ def _launch(program, sizes, arrays, *, buffers, copies, name, dys_and_places=(No
     gradients = jnp.sum(gradients, axis=(0, 2))
     taps = sizes.taps * sizes.K
     dw = gradients[:, :taps].reshape(sizes.C, *sizes.filter_size, sizes.K).transpose(3, 0, 1, 2)
-    # The CTAs of all parts of the input channels compute the same bias gradient.
+    # The CTAs of all input channels compute the same bias gradient.
     return dw, gradients[0, taps : taps + sizes.K]

@@ -4,9 +4,9 @@ Each channel c has one filter w of F elements:
 
     y[n, t, c] = b[c] + Σ_u w[u, c] x̄[n, t + u, c]
 
-x̄ is example n of x, with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the
-positions of one example. The filters and the last F - 1 rows, blocks of channels at one position, stay in registers, so
-the CTA loads each row once. The kernels use no shared memory, so they also run in the interpreter.
+x̄ is x with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the positions of one
+example. The filters and the last F - 1 rows, blocks of channels at one position, stay in registers, so the CTA loads
+each row once. The kernels use no shared memory, so they also run in the interpreter.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
-would load single elements."""
+"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two are aligned, and would load
+single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -123,7 +123,7 @@ def gradients(
     summation is fixed.
 
     Args:
-      dy: gradient with respect to y, in y's shape and dtype.
+      dy: gradient with respect to y.
       x, w, b, before, after: as in `convolve`.
 
     Returns:
@@ -155,8 +155,6 @@ def gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The body of `gradients`. `parts` CTAs divide the padded x."""
-
     config: Config
     before: int
     taps: int
@@ -173,7 +171,7 @@ class _Backward:
         filters = _load_filters(w_ref, lanes)
 
         def add_rows(s, carry):
-            """Compute dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
+            """Write dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
             dw, db), where `window` has rows s - F + 1 to s - 1 of dy."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
@@ -199,7 +197,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of one example in one block of channels, between `before` rows of zeros and further rows of zeros."""
+    """The rows of one example in one block of channels, with rows of zeros before and after."""
 
     ref: Any
     example: Any

@@ -40,17 +40,13 @@ def scatter_gradients(
     config: RouteConfig,
 ) -> Array:
     """Compute `dx[c, i, j, n]`, the sum of `dy[c, p, q, n]` over the windows (p, q) whose maximum was at (i, j).
-
     Windows may overlap, leave gaps, or reach into the padding.
 
     Args:
       dy: `(C, P, Q, N)`, N a multiple of `LANES`.
       indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
-      input_size: H and W.
+      input_size: rows and columns of dx.
       padding: rows above the input, and columns to its left.
-
-    Returns:
-      dx `(C, H, W, N)` in dy's dtype.
     """
     C, N = dy.shape[0], dy.shape[-1]
     # Row `a * stride + r` of the padded input is row r of window a, and row `r + stride` of window a - 1.
@@ -70,7 +66,7 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
     # Per axis and window that can overlap the cell: cells from the window's first cell to this cell, and the cell's
-    # offset in the window.
+    # offset.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

@@ -1,5 +1,3 @@
-"""Tiles in the forwards of `conv2d_relu_max_pool2d` on Hopper's tensor cores."""
-
 import dataclasses
 from typing import Any, Self
 
@@ -44,7 +42,7 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units. A unit is one tile for one block of 64 examples."""
+        """Number of units. A unit is one tile for 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:

@@ -84,11 +84,9 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if the line is unknown.
-
-    For an equation within a jitted function such as `jnp.dot`, return the line of the call. JAX traces that function
-    only once, so its equations have the line of its first call.
-    """
+    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if it is unknown. For a jitted
+    function such as `jnp.dot`, return the line of the call: JAX traces the function only once, so its equations have
+    the line of its first call."""
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback
     for frame in source.frames if source is not None else []:

@@ -1,5 +1,4 @@
-"""The GPU that kernels are traced for: the GPU that `targeting` selects, else JAX's default device if it is a GPU, else
-Hopper. It need not be present, so any machine can lower kernels for CUDA."""
+"""The GPU that kernels are traced for. It need not be present, so any machine can lower kernels for CUDA."""
 
 import contextlib
 import ctypes
@@ -48,6 +47,7 @@ def targeting(device: Device) -> Iterator[None]:
 
 
 def target() -> Device:
+    """Return the GPU that kernels are traced for: `gpu()`, or Hopper without a GPU."""
     return gpu() or HOPPER
 
 

@@ -1,5 +1,5 @@
 """Gathers: each thread reads rows of a few elements at separate positions in shared or device memory. Pallas cannot
-index a reference by a vector in registers, so these functions use Mosaic's operations, except in the simulator.
+index a reference by a vector in registers, so these functions use Mosaic's operations.
 
 A block is an array `(lanes, width)` in registers, with `lanes` a multiple of `LANES`. Thread `i % LANES` of the
 warpgroup holds row i, of at most 16 bytes or a multiple of 16 bytes. A vector is an array `(lanes,)`.
@@ -60,7 +60,7 @@ def lane_numbers(lanes: int) -> Array:
 
 
 def gather_rows(ref: Any, rows: Array) -> Array:
-    """Return `ref[rows]`, an array `(lanes, width)` in registers, for `ref (n, width)` and int32 `rows (lanes,)`."""
+    """Return `ref[rows]`, a block `(lanes, width)`, for `ref (n, width)` and int32 `rows (lanes,)`."""
     (lanes,), width = rows.shape, ref.shape[1]
     if simulating() is not None:
         return ref[...][rows]
@@ -80,7 +80,7 @@ def gather_rows(ref: Any, rows: Array) -> Array:
 
 
 def gather_elements(ref: Any, *places: Array) -> Array:
-    """Return `ref[places]` in registers, for one integer array `(lanes, width)` per axis of `ref`."""
+    """Return `ref[places]` in registers, for one integer block `(lanes, width)` per axis of `ref`."""
     if simulating() is not None:
         return ref[...][places]
     layout, shape = block_layout(*places[0].shape), places[0].shape
@@ -97,8 +97,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Set `ref[places] = values`, for one integer array per axis of `ref`, all in registers. Of two values with equal
-    indices, either may remain."""
+    """Set `ref[places] = values`, for one integer block per axis of `ref`. Of two values with equal indices, either may
+    remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -181,11 +181,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return the float32 block, and make the compiler compute it before the code that follows.
-
-    Otherwise, LLVM adds a loop's terms to the carry only at the end of the body. Until then, the terms take as many
-    registers as the carry.
-    """
+    """Return the float32 block, and make the compiler compute it before the code that follows. Otherwise, LLVM adds a
+    loop's terms to the carry only at the end of the body, and the terms take as many registers as the carry."""
     if simulating() is not None:
         return block
 
@@ -203,11 +200,9 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving accesses to shared memory across this call.
-
-    LLVM may assume that accesses to elements and to vectors never overlap. It would then reuse the vector that was last
-    stored, and miss additions to its elements.
-    """
+    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that accesses to
+    elements and to vectors never overlap. It would then reuse the vector that was last stored, and miss additions to
+    its elements."""
     if simulating() is not None:
         return
 

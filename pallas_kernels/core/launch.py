@@ -1,12 +1,8 @@
 """Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
 
-    def body(x_ref, y_ref, *, row):
-        y_ref[row] = 2.0 * x_ref[row]
-
-    launch(body, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), grid={"row": x.shape[0]}, name="double")
-
-On CUDA, the body becomes a Mosaic GPU kernel. Elsewhere, Pallas' interpreter runs it. `launch` binds a JAX primitive,
-and JAX traces the body only when it lowers this primitive: see docs/architecture.md.
+On CUDA, a kernel's body becomes a Mosaic GPU kernel. Elsewhere, Pallas' interpreter runs it. `launch` binds a JAX
+primitive, and JAX traces the body only when it lowers this primitive: see docs/architecture.md. docs/kernel_bodies.md
+has examples.
 """
 
 import contextlib
@@ -58,15 +54,14 @@ def launch(
 ) -> Any:
     """Run `body(*array_refs, *out_refs, *scratch_refs, **indices)` once per point of `grid`. Return the outputs.
 
-    `arrays`, `out`, and `scratch` may contain pytrees and None. The body gets references in the same structure, and the
-    CTA's index along each axis of `grid` and `cluster` as a keyword argument.
+    `indices` are the CTA's indices along the axes of `grid` and `cluster`, such as `row` for `grid={"row": 8}`.
+    `arrays`, `out`, and `scratch` may contain pytrees and None. The body gets references to whole arrays in the same
+    structure.
 
     Args:
       body: must write every element of every output.
-      arrays: the inputs. Every CTA gets a reference to each whole array.
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
-      name: the kernel's name in programs and profiles.
       warpgroups: warpgroups per CTA. The body gets the index of its warpgroup as `warpgroup`.
       cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster of CTAs, which can access each
         other's shared memory.
@@ -84,9 +79,9 @@ def launch(
 
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
-        the body's line and a correction: see `docs/kernel_bodies.md`.
+        the body's line and a correction.
     """
-    # Defaults differ between JAX versions. Unrolled bodies lower much faster with `Lane`.
+    # Unrolled bodies lower much faster with `Lane`, which is not the default in every version of JAX.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     options["approx_math"] = approximate
     if not sums_across_warps:
@@ -121,7 +116,7 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether JAX passes mutable references to kernels. Without them, `in_place` has no effect."""
+"""Whether JAX passes mutable references to kernels, without which `in_place` has no effect."""
 
 
 def _mosaic(
@@ -176,7 +171,6 @@ takes 2**31 - 1 CTAs."""
 
 
 def _along_axes(grid, indices):
-    """Replace a CTA's index in the flattened grid by its index along each axis of `grid`."""
     indices = dict(indices)
     rest = indices.pop("flat")
     for axis, size in reversed(grid.items()):
@@ -186,7 +180,7 @@ def _along_axes(grid, indices):
 
 @contextlib.contextmanager
 def _recording_lines():
-    """Return a context in which operations record their line in the body, not the line that calls `launch`."""
+    """Let operations record their line in the body, not the line that calls `launch`."""
     outside = _source_info_context.context
     _source_info_context.context = new_source_info().replace(name_stack=outside.name_stack)
     try:
@@ -220,8 +214,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a replicated result with `ndim` axes on the arrays' mesh, or None unless a mesh has only
-    automatic axes. On other axes, the caller of `launch` determines the sharding."""
+    """Return the sharding of a replicated result on a mesh of the arrays with only automatic axes, or None. On other
+    axes, the caller of `launch` determines the sharding."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -341,11 +335,8 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all vary along every mesh axis along which any of them varies.
-
-    The cast's transpose is a sum over devices. Autodiff therefore sums the gradient of a replicated array over the
-    devices.
-    """
+    """Within shard_map, cast the arrays so that all vary along every mesh axis along which any of them varies. The
+    cast's transpose sums over devices, so autodiff sums the gradient of a replicated array over the devices."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
 
@@ -377,5 +368,5 @@ def batch_last(x: Array) -> Array:
 
 
 def batch_first(x: Array, batch: int) -> Array:
-    """Invert `batch_last`: return the first `batch` examples, with the batch as the first axis."""
+    """Invert `batch_last`: return the first `batch` examples, batch first."""
     return jnp.moveaxis(x[..., :batch], -1, 0)

@@ -42,8 +42,8 @@ SUMMED_ROWS = 32
 
 def sums_over_lanes(rows: Any, totals: Any) -> None:
     """Write the sum of each row of `rows (n, lanes)` in shared memory to `totals (n,)` in device memory. n is
-    `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`, and `lanes` a multiple of `LANES`."""
-    # A warp reads four rows, with eight threads per row, without bank conflicts.
+    `SUMMED_ROWS / 2` or a multiple of `SUMMED_ROWS`."""
+    # A warp reads four rows, eight threads per row, without bank conflicts.
     tiling = plgpu.Tiling(((16, 32), (4, 32), (4,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
     plgpu.commit_smem()
@@ -69,16 +69,16 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies, with at most `OPERAND_BYTES` bytes on the last axis. Threads
-    store a `wgmma` accumulator to it without bank conflicts."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies. Threads store a `wgmma` accumulator to it without bank conflicts.
+    The last axis has at most `OPERAND_BYTES` bytes."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box` for bulk copies. Copies to the operand must begin at multiples of its tiles in device memory. Copies to the
-    box may begin anywhere. The simulator has only the operand."""
+    `box`, to which bulk copies may begin anywhere. Copies to the operand must begin at multiples of its tiles in device
+    memory. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -92,8 +92,8 @@ def as_box(ref: Any) -> Any:
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Add `left @ right` to `sums` with `plgpu.wgmma`, with `left` in registers. The simulator first copies `left` to
-    `scratch`, shared memory."""
+    """Add `left @ right` to `sums` with `plgpu.wgmma`, with `left` in registers. The simulator needs `scratch`, shared
+    memory of `left`'s shape."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -133,7 +133,7 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest supported vector length that divides the arrays' last axis, the lanes.
+    """Return the largest supported vector length that divides the arrays' last axis.
 
     A thread loads up to 8 bytes at once: 4 elements in half precision, 2 in float32. Vectors of different dtypes
     combine only if a thread loads equally many elements of each: 2.
@@ -145,7 +145,7 @@ def vector_length(*arrays: Array) -> int:
 
 def quotient(number: Any, divisor: Any) -> Any:
     """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some
-    convert booleans, and JAX 0.11 starts a process for each conversion in a kernel."""
+    convert booleans, for which JAX 0.11 starts a process each."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
@@ -155,7 +155,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Return `divisor` in `number`'s dtype. JAX would convert an integer to 64 bits in 64-bit mode."""
+    """In 64-bit mode, JAX would convert an integer to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

@@ -8,8 +8,7 @@ stages`, and then signal the stage's barrier, at which readers wait. A ring of s
 - A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when the consumers have
   `release`d it.
 
-The buffers of `plgpu.emit_pipeline` do not fit in shared memory in LayerNorm's backward:
-docs/lab/2026-11-22-pipelines.md.
+docs/lab/2026-11-22-pipelines.md compares this with `plgpu.emit_pipeline`.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ class Ring:
       steps: number of steps, or None if the caller fetches only steps that exist.
       free: barriers, one per stage, at which consumers arrive when they have read it; None without a producer.
       fixed_stage: the only stage of this ring, if several warpgroups share the stages.
-      turn: in a ping-pong schedule, the index of the consumer that uses the ring, or for which the producer fetches.
+      turn: index of the consumer that uses the ring in a ping-pong schedule.
     """
 
     stages: int
@@ -69,7 +68,7 @@ class Ring:
         plgpu.barrier_wait(self._loaded(step))
 
     def release(self, step: Any) -> None:
-        """Tell the producer that this consumer has read the step's stage. After a read to registers, call `commit_smem`
+        """Tell the producer that this consumer has read the stage. After a read to registers, call `commit_smem`
         first."""
 
         plgpu.barrier_arrive(self.free.at[self.stage(step)])

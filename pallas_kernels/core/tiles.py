@@ -1,12 +1,5 @@
 """A kernel with two functions: `unsupported` checks its requirements, and `heuristic` selects its tiles.
 
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        rows: int
-
-    def _unsupported(x, *, window): return "windows that overlap" if ... else None
-    def _heuristic(x, *, window): return Config(rows=...)
-
     @kernel(unsupported=_unsupported, heuristic=_heuristic)
     def pool(x, *, window, config): ...
 
@@ -15,7 +8,7 @@
     pool(x, window=2)               # runs with the heuristic's tiles
     pool(x, window=2, config=Config(rows=4))
 
-Arguments may be arrays or any objects with a shape and a dtype.
+Arguments may be arrays or any objects with a shape and a dtype. A config is a frozen dataclass.
 """
 
 import functools
@@ -82,11 +75,8 @@ def kernel(
     unsupported: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
-    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`.
-
-    `heuristic` and `unsupported` take `(*arrays, **options)`, and return what the `Kernel`'s methods return. A config
-    is a frozen dataclass.
-    """
+    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`. `heuristic` and
+    `unsupported` become its methods."""
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 
