@@ -1,7 +1,7 @@
 """Backward of an embedding as a gather: each row of the table collects the gradients of the tokens that selected it.
 
 XLA sorts the tokens by row, so that the tokens of one row form a contiguous run. One CTA computes the whole row for a
-short run, or one block of features for a long run. The CTAs of long runs start first, so that they do not finish last.
+short run, or one block of features for a long run. Long runs start first, so that they do not finish last.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _LONG_RUN = 64
 _LOADS_IN_FLIGHT = 16
 """Vectors whose loads are in flight at once. Not tuned."""
 _BLOCKS_AT_ONCE = 8
-"""Maximum blocks of features that a CTA computes at once, for a short run. Not tuned."""
+"""Maximum blocks of features that a CTA computes at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Features per block: a multiple of `LANES` that divides all features."""
+    """Features per block."""
 
     length: int
 
@@ -110,8 +110,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, padded with the number of rows to a fixed length. A run of `_LONG_RUN` tokens
-    contains a multiple of `_LONG_RUN`, so only the rows at these positions are tested."""
+    """Return the rows with long runs, padded with the number of rows. A run of `_LONG_RUN` tokens contains a multiple
+    of `_LONG_RUN`, so only the rows at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -28,7 +28,7 @@ CONSUMERS = 2
 """Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer and two consumer threads share 512."""
+"""Multiples of 8 per thread (PTX ISA, setmaxnreg). One producer and two consumer threads share 512 registers."""
 
 _RASTER_COLUMNS = 2048
 """Width of the part of the result that concurrent tiles cover. Half and twice this number were slower:
@@ -37,13 +37,11 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Size of a CTA's tile, and the division of tiles among CTAs.
-
-    Attributes:
+    """Attributes:
+      rows, columns: size of a CTA's tile.
       splits: parts of the summed axis.
       cluster: CTAs per cluster, 1 or 2.
-      raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block.
-    """
+      raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block."""
 
     rows: int
     columns: int
@@ -69,8 +67,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column, in tiles, of a tile. Tiles are numbered block by block, and row by row within a block
-    of `width` columns."""
+    """Return the row and column of a tile, in tiles, which are numbered block by block, and row by row within a
+    block."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -126,7 +124,7 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments with which a CTA multicasts its copies of the right operand to both CTAs of its cluster."""
+        """Keyword arguments with which a CTA multicasts its copies of the right operand to its cluster."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
@@ -164,10 +162,10 @@ class Product:
         """Run this warpgroup as the producer or as a consumer, with the registers for its role.
 
         Args:
-          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` is the
-            number of this step among all steps of the CTA.
+          ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` numbers
+            all steps of the CTA.
           spans: takes a tile, and returns `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
-            *accumulators)` starts the products of a step, and waits for the previous products.
+            *accumulators)` starts a step's products, and waits for the previous step's.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 
@@ -188,7 +186,7 @@ class Product:
     ) -> Any:
         """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on.
         `count` is the number of steps of all earlier tiles of the CTA, and is returned. `turn` is the index of the
-        tile's consumer in the ping-pong schedule, else 0."""
+        tile's consumer in the ping-pong schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

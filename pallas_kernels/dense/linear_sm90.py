@@ -28,21 +28,21 @@ from pallas_kernels.dense.linear_product_sm90 import CONSUMERS, ITEM_BYTES, PROD
 
 _ROWS = 128
 _MIN_COLUMNS, _MAX_COLUMNS = 128, 256
-"""Columns of a tile, at most 256 (PTX ISA, wgmma): 128 if one consumer holds the whole tile, or if 256 does not divide
-the result's columns."""
+"""Columns of a tile, at most 256 (PTX ISA, wgmma): 128 if one consumer holds the tile, or if 256 does not divide the
+result's columns."""
 
 _MIN_ROWS = 8192
 _MIN_INPUTS = 512
 """Fewest rows (docs/lab/2026-11-21-dense.md), and fewest inputs for the forward (not measured)."""
 
 _MAX_STAGES = 6
-"""On Hopper, four stages of the largest tiles fit. Three were slower: docs/lab/2026-11-21-dense.md."""
+"""Four stages of the largest tiles fit on Hopper. Three were slower: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
 _STEP_MICROSECONDS = 0.75
 """Estimate for a step of a 128 x 256 tile on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
-"""Estimated rate of writing and reading the splits' sums. Not tuned."""
+"""Rate of writing and reading the splits' sums. Not tuned."""
 
 
 def _config(columns: int, buffer_bytes: int) -> Config:
@@ -113,7 +113,6 @@ class _Forward(Product):
         for start in range(0, self.config.columns, STEP):
             columns = pl.ds(tile.column + start, STEP)
             bias = load(refs.b.at[columns], value_a_column(), optimized=False)
-            # The previous copy must have read the buffer.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             piece = z[:, start : start + STEP] + lax.broadcast_in_dim(bias, (self.consumer_rows, STEP), [1])
             buffer[...] = piece.astype(refs.z.dtype)
@@ -221,7 +220,7 @@ class _WeightsGradient(Product):
 
     def spans(self, refs, warpgroup, tile):
         """Divide the tile's steps over the batch into three consecutive ranges, each (first, end, multiply). Only the
-        second range is also added to db. The second ranges of all tiles in a row of tiles cover each step once."""
+        second is also added to db. The second ranges of all tiles in a row of tiles cover each step once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (
@@ -276,11 +275,10 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return float32 db `(outputs,)`, after dw `(outputs, inputs)` in the given dtype, by default x's dtype.
+    """Return dw `(outputs, inputs)` in the given dtype, by default x's dtype, and float32 db `(outputs,)`.
 
     Args:
-      dy: `(rows, outputs)` in half precision, the gradient with respect to the layer's result; outputs a multiple of
-        128.
+      dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
       x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
     """
     dtype = dtype or x.dtype

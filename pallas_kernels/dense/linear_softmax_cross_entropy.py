@@ -57,9 +57,9 @@ def statistics(
     """Compute the statistics of each row of `z = cap(logits + b)`, with `cap(a) = softcap tanh(a / softcap)`.
 
     Args:
-      logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` columns are padding.
+      logits: `(rows, columns)`, columns a multiple of `LANES`. Columns after the first `classes` are padding.
       labels: `(rows,)`, int32: a class, or -1.
-      b: bias `(columns,)`, or None.
+      b: `(columns,)`, or None.
       softcap: None for no cap.
       with_sum: whether to compute `Σ z`.
 
@@ -85,7 +85,7 @@ def statistics(
                 sum_ = sum_ + jnp.where(exists, z if is_class is None else jnp.where(is_class, z, 0.0), 0.0)
             return new, total, sum_
 
-        # The maximum starts at a finite number, because infinity minus infinity would be NaN.
+        # A finite number, because infinity minus infinity would be NaN.
         lowest = zero + jnp.finfo(jnp.float32).min
         lane_largest, lane_total, lane_sum = lax.fori_loop(0, groups, accumulate, (lowest, zero, zero))
         part_largest = jnp.max(lane_largest)
@@ -138,7 +138,7 @@ def gradient(
 
     Args:
       logits, labels, b, softcap: as in `statistics`, which defines z and cap.
-      dy: `(rows,)`, float32, the gradient with respect to the loss.
+      dy: `(rows,)`, float32.
       largest, total: results of `statistics`.
 
     Returns:
@@ -187,7 +187,7 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return `z = cap(logits + b)` in float32 or wider, where `cap(a) = softcap tanh(a / softcap)`. b or softcap may be
+    """Return `cap(logits + b)` in float32 or wider, with `cap(a) = softcap tanh(a / softcap)`. b or softcap may be
     None."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
@@ -217,11 +217,9 @@ class _Part:
         return pl.ds(first, self.config.length)
 
     def loads(self, logits, b, lanes, row, part):
-        """Return (load_group, number of groups, a vector of zeros).
-
-        `load_group(group)` returns (exists, z, is_class) for `unrolled` vectors of the part. `exists` is False beyond
-        the part's last vector. `is_class` is the mask of columns that are classes, or None if all are.
-        """
+        """Return (load_group, number of groups, a vector of zeros). `load_group(group)` returns (exists, z, is_class)
+        for `unrolled` vectors. `exists` is False beyond the part's last vector. `is_class` is the mask of columns that
+        are classes, or None if all are."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

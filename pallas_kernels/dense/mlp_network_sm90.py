@@ -28,8 +28,8 @@ PIECE_COLUMNS = 128
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes that stay free: less than 3 KiB for Mosaic's sums across warps and barriers. The rest preserves the numbers of
-stages in docs/lab/2026-11-21-dense.md."""
+"""Bytes that stay free, under 3 KiB of them for Mosaic's sums across warps and barriers. The rest preserves the numbers
+of stages in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The layers of a multi-layer perceptron, and the products of its kernels, as pairs of padded widths (inputs,
-    outputs). `sizes` has the number of inputs, and then each layer's outputs."""
+    """A multi-layer perceptron, and the products of its kernels, as pairs of padded widths (inputs, outputs). `sizes`
+    has the number of inputs, and then each layer's outputs."""
 
     sizes: tuple[int, ...]
 

@@ -17,8 +17,7 @@ def read(ref: Any, examples: Any, layout: Any) -> Array:
 
 def _turned() -> Any:
     """Return the register layout for copying a slice from columns in device memory to rows of an operand. A warp copies
-    4 inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows of the operand in different
-    banks."""
+    4 inputs of 8 examples at a time: per input, one sector of device memory, and 8 rows in different banks."""
     tiling = plgpu.Tiling(((EXAMPLES, SLICE), (16, SLICE), (8, 4), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -57,17 +56,15 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
-
     Otherwise, an infinite or NaN input times the zero padding of a layer's weights would spread NaN to all columns of
-    the next layer.
-    """
+    the next layer."""
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits, in registers. `shifted_logits` are the logits minus their row's maximum, or
-    -inf after the last class."""
+    """The softmax of each row of logits. `shifted_logits` are the logits minus their row's maximum, or -inf after the
+    last class."""
 
     shifted_logits: Array
     exponentials: Array

@@ -33,7 +33,7 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes the forward and the gradients. It was faster at 1024, and slower at 8192:
+"""Largest batch for which one kernel computes the forward and the gradients. It was slower at 8192:
 docs/lab/2026-11-21-dense.md."""
 
 
@@ -127,8 +127,7 @@ def forward(
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 
     Returns:
-      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[i])`, i = 1, 2, ..., where a 1 follows the layer's
-      outputs.
+      loss `(N,)`, logits `(N, widths[-1])`, and each h `(N, widths[i])`, where a 1 follows the layer's outputs.
     """
     network, N = Network.from_weights(weights), x.shape[1]
     packed = pack(slice_weights(weights, network.forward_products), biases, network)
@@ -208,14 +207,8 @@ def backward(
 ) -> tuple[Array, ...]:
     """Compute the gradients of `Σ dy loss` with respect to the logits, each hidden layer's sums before ReLU, and x.
 
-    Args:
-      dy: `(N,)`.
-      labels, weights: arguments of `forward`.
-      logits, hidden: results of `forward`.
-
-    Returns:
-      The gradients with respect to the logits and to each hidden layer's sums, last layer first, then dx, with zeros
-      after a layer's outputs.
+    The arguments are dy `(N,)` and arguments and results of `forward`. Return the gradients with respect to the logits
+    and to each hidden layer's sums, last layer first, then dx, with zeros after a layer's outputs.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))
@@ -274,8 +267,8 @@ def _forward_and_gradients_heuristic(x, labels, weights, biases):
 def forward_and_gradients(
     x: Array, labels: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Return (loss, logits, hidden, gradients): the results of `forward`, and the tuple that `backward` returns for dy
-    = 1. If an example's label is not the index of a class, its gradients are 0."""
+    """Return (loss, logits, hidden) of `forward`, and the tuple that `backward` returns for dy = 1. If an example's
+    label is not the index of a class, its gradients are 0."""
     network, N = Network.from_weights(weights), x.shape[1]
     first_weights = weights[0].T
     ends = itertools.accumulate(network.pieces)

@@ -32,7 +32,7 @@ def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) ->
 def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Array:
     """Return one vector with all slices, the biases, padded to their layers' widths, and zeros."""
     rows = [jnp.pad(b, (0, width - b.size)) for b, width in zip(biases, network.widths[1:], strict=True)]
-    # Bulk copies read tiles of eight rows of `SLICE` elements.
+    # Bulk copies read tiles of eight rows.
     padding = -sum(network.widths[1:]) % (8 * SLICE)
     return jnp.concatenate([*slices, *rows, jnp.zeros(padding, jnp.float32)])
 
@@ -77,7 +77,7 @@ class Stream:
 
     def multiply(self, product: int, operand: Any) -> Array:
         """Return `operand` times the transposed weights of the product with this index. Call this once per product, in
-        the order of `products`."""
+        order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
         # While a slice is multiplied, the previous slice's stage is filled. No slice precedes the first.
         ahead = self.stages.shape[0] - 1

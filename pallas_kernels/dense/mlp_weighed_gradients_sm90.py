@@ -23,8 +23,8 @@ from pallas_kernels.dense.mlp_rows_sm90 import read, spread
 
 
 class _WeighedGradientsRefs(NamedTuple):
-    """References of `weighed_gradients`. `sums` has each layer's dw per group of 128 examples. `left` has a tile's
-    gradients and `right` its inputs, in shared memory, with the examples last."""
+    """`sums` has each layer's dw per group of 128 examples. `left` has a tile's gradients and `right` its inputs, in
+    shared memory, with the examples last."""
 
     dy: Any
     x: Any
@@ -40,14 +40,14 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The kernel's body, and the order of its tiles: tiles of dw, of `EXAMPLES x SLICE` elements, then tiles of dx."""
+    """The kernel's body, and the order of its tiles: tiles of dw, then tiles of dx."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
         """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db, whose
-        inputs are ones instead of x."""
+        inputs are ones."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 

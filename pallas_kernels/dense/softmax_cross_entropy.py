@@ -1,7 +1,5 @@
-"""Softmax and cross-entropy with one example per lane: one kernel for the forward, and one for the backward.
-
-If an integer label is not the index of a class, the loss is NaN. The gradient is NaN as well, unless dy is 0.
-"""
+"""Softmax and cross-entropy, one example per lane. If an integer label is not the index of a class, the loss is NaN.
+The gradient is NaN as well, unless dy is 0."""
 
 import dataclasses
 import functools
@@ -81,11 +79,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
     y[k, n] is the weight that the label of example n gives to class k, and p the softmax: `p[k, n] = exp(logits[k, n] -
-    largest[n]) / total[n]`.
-
-    Args:
-      dy: `(N,)`, the gradient with respect to the loss.
-      logits, labels, largest, total: arguments and results of `loss_and_statistics`.
+    largest[n]) / total[n]`. The other arguments are arguments and results of `loss_and_statistics`.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -125,7 +119,7 @@ def _weigher(labels_ref, lanes, classes):
     mask of valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
-        # Select instead of multiplying: at a logit of -inf, the value is infinite, and 0 times it would be NaN.
+        # At a logit of -inf, the value is infinite, and multiplying it by 0 would give NaN.
         return lambda k, value: jnp.where(label == k, value, 0.0), (label >= 0) & (label < classes)
     first = labels_ref[0, lanes]
     valid = (first == first) | (first != first)
