@@ -23,12 +23,9 @@ from pallas_kernels.core.tiles import kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _MAX_UNROLLED_TAPS = 64
-"""Maximum unrolled filter positions, which bounds compile time. Not tuned."""
+"""Maximum unrolled filter positions, to bound compile time. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """Wanted CTAs of `correlate_batch`, several per multiprocessor."""
-
-
-# ----------------------------------------------------------------------------------------------------------- correlate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +42,8 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    x is `(C, H, W, N)`, with a multiple of `LANES` examples n, and w `(K, C, F, G)`. `stride` has one stride for i and
-    one for j. The result has x's dtype, with float32 sums.
+    The axes of the arrays are as in the formula, and `stride` has one stride for i and one for j. The number of
+    examples n is a multiple of `LANES`. y has x's dtype, with float32 sums.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -102,9 +99,6 @@ class _TapBlocks:
         ]
 
 
-# ----------------------------------------------------------------------------------------------------- correlate_batch
-
-
 @dataclasses.dataclass(frozen=True)
 class CorrelateBatchConfig:
     """A CTA's tile of dw. The sum over dy's rows and the batch has `splits` parts, one per CTA."""
@@ -137,7 +131,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return rows of dy times blocks of `LANES` examples."""
+    """Return the number of units. A unit is one row of dy for `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -145,9 +139,8 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    dy is `(K, I, J, N)`, with a multiple of `LANES` examples n, and x `(C, H, W, N)`. `stride` has one stride for i and
-    one for j. dw has `H - (I - 1) * stride` rows and `W - (J - 1) * stride` columns per filter, in float32, summed in a
-    fixed order.
+    The axes of the arrays are as in the formula, and `stride` has one stride for i and one for j. The number of
+    examples n is a multiple of `LANES`. dw is float32, summed in a fixed order over all positions of dy.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
@@ -194,9 +187,6 @@ def _sum_split(dy_ref, x_ref, dw_ref, *, split, k, c, u, v, config, stride, per_
         ] = jnp.sum(total)
 
 
-# ----------------------------------------------------------------------------------------------------------- sum_batch
-
-
 @dataclasses.dataclass(frozen=True)
 class SumBatchConfig:
     lane_block: int
@@ -204,7 +194,7 @@ class SumBatchConfig:
 
 @kernel(heuristic=lambda dy: SumBatchConfig(lane_block=LANES))
 def sum_batch(dy: Array, *, config: SumBatchConfig) -> Array:
-    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order, for dy `(K, R, N)`."""
+    """Compute `db[k] = sum over r, n of dy[k, r, n]` in float32, in a fixed order."""
     K, R, N = dy.shape
     blocks = N // config.lane_block
 

@@ -67,8 +67,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
       window: R and S.
 
     Returns:
-      y `(K, P, Q, N)` in x's dtype for P x Q windows, and uint8 indices of the maxima: `r * S + s`, or R * S where y =
-      0.
+      y `(K, P, Q, N)` in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R * S where y is 0.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S

@@ -66,9 +66,6 @@ class Config:
     stages: int
 
 
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
     config: Config
@@ -156,9 +153,6 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     return best and dataclasses.replace(best.config, stages=best.stages)
 
 
-# -------------------------------------------------------------------------------------------------------------- kernel
-
-
 def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype}, only bfloat16 and float16"
@@ -237,9 +231,6 @@ def _patches(sizes: _Sizes, dtype: Any) -> Any:
 
 def _copies(sizes: _Sizes) -> int:
     return 1 if simulating() is None else sizes.patch[0] * sizes.C * sizes.panels
-
-
-# ---------------------------------------------------------------------------------------------------- the kernel's body
 
 
 def _body(sizes, programs, *refs, program, warpgroup):

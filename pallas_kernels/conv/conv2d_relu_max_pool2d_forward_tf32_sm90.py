@@ -76,9 +76,6 @@ class Config:
     warpgroups: int
 
 
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sizes(WindowTiles):
     config: Config
@@ -153,9 +150,6 @@ def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
     order = lambda sizes: (-sizes.config.warpgroups, sizes.clocks(), -sizes.config.channels)  # noqa: E731
     best = min((candidate for candidate in candidates if candidate.fit()), key=order, default=None)
     return best and best.config
-
-
-# -------------------------------------------------------------------------------------------------------------- kernel
 
 
 def _unsupported(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> str | None:
@@ -237,9 +231,6 @@ def _transposing() -> Any:
     time: different banks of the swizzled buffer, and 128 adjacent bytes of the operand."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-# ---------------------------------------------------------------------------------------------------- the kernel's body
 
 
 def _body(sizes, programs, *refs, program, warpgroup):

@@ -58,7 +58,6 @@ def _input_gradient_heuristic(
     products = lambda cut: F * R * cut.column_products  # noqa: E731
     cuts = [cut for cut in cuts if products(cut) <= _MAX_UNROLLED] or [min(cuts, key=products)]
 
-    # Choose the most cells and channels per CTA that keep the GPU busy.
     busy = (cut for cut in cuts if programs * C * cut.groups >= 2 * multiprocessors)
     cut = next(busy, cuts[-1])
     most = min(_MAX_CELL_SUMS // (cut.cells * R * S), _MAX_UNROLLED // products(cut))
@@ -82,7 +81,7 @@ class _Part(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Cut:
     """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows, a filter G
-    columns, and a window S."""
+    columns, and a window S columns."""
 
     columns: int
     cells: int
@@ -130,15 +129,12 @@ def input_gradient(
     window: tuple[int, int],
     config: InputGradientConfig,
 ) -> Array:
-    """Compute the gradient of `conv2d_relu_max_pool2d` with respect to x.
+    """Compute dx `(C, H, W, N)` of `conv2d_relu_max_pool2d`, in dy's dtype.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       w: `(K, C, F, G)`.
       input_size: H and W.
-
-    Returns:
-      dx `(C, H, W, N)` in dy's dtype.
     """
     (K, C, F, G), N, (rows, columns), (R, S) = w.shape, dy.shape[-1], _cells(input_size, window), window
     channels = config.channels

@@ -190,14 +190,9 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes one column of cells for 64 examples.
-
-    Attributes:
-      place: indices of the maxima.
-      operands: each group's `routed`, in shared memory.
-      staging: one row of a cell per warpgroup, in shared memory.
-      group: the group whose `routed` this warpgroup writes. The last warpgroup writes none.
-    """
+    """One warpgroup, which computes one column of cells for 64 examples. It writes `routed` of group `group` to
+    `operands`, except the last warpgroup, which writes none. `staging` has one row of a cell per warpgroup. `place` has
+    the indices of the maxima."""
 
     sizes: _Sizes
     dy: Any

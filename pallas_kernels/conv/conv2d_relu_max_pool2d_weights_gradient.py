@@ -42,15 +42,15 @@ _REDUCTION_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """Output channels per CTA, and adjacent windows per step of a thread, both divisors. The wanted CTAs determine the
-    number of splits."""
+    """`channels` output channels per CTA, and `windows` adjacent windows per step of a thread. The wanted CTAs per
+    multiprocessor determine the number of splits."""
 
     channels: int
     windows: int
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units: `windows` adjacent windows for one block of `LANES` examples."""
+        """Return the number of units. A unit is `windows` adjacent windows for `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
@@ -71,7 +71,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return a CTA's sums: one per weight and one per bias, padded to a multiple of `SUMMED_ROWS`."""
+    """Return the number of a CTA's sums: one per weight and bias, padded to a multiple of `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -105,15 +105,13 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
+    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, float32 `(K, C, F, G)` and `(K,)`, in
+    a fixed order of summation.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
       x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
       window: R and S.
-
-    Returns:
-      dw `(K, C, F, G)` and db `(K,)` in float32.
     """
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
 

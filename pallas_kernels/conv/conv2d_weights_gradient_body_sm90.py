@@ -42,9 +42,9 @@ class _Program:
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
       out: the sums of all CTAs, in device memory.
-      xs: stages in shared memory, each with rows of x and eight rows of ones.
+      xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first unit, and number of units. A unit is one row of windows for one step's examples.
+      first, steps: the split's first unit, and number of units.
     """
 
     sizes: Sizes

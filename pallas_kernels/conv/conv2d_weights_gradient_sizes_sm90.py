@@ -22,7 +22,7 @@ _RESERVED_BYTES = 27 * 1024
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Input channels and window positions per CTA. If `images_on_left`, x is the product's left operand, otherwise the
-    routed gradient. Each warpgroup multiplies 64 of its rows."""
+    routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
 
     channels: int
     places: int
@@ -75,13 +75,13 @@ class Sizes:
 
     @property
     def taps(self) -> int:
-        """Weights per output channel, for a CTA's input channels."""
+        """Number of weights per output channel, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Vectors of `LANES` elements for dw (input channel, filter row, filter column, output channel) and db of a
-        CTA."""
+        """Number of vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column,
+        output channel), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -118,7 +118,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Units of all splits. A unit is one row of windows for one step's examples."""
+        """Number of units. A unit is one row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:

@@ -8,9 +8,9 @@ c and k are input and output channels, and n is an example. i counts the rows of
 is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c,
 u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
 
-A CTA computes a part of the input channels and of the window positions, over a split: a part of the rows of windows and
-of the batch. For `conv2d`, a row of windows is R rows of the output, S is 1, and `routed` is dy. Rows of ones after the
-rows of x yield db.
+A CTA computes part of the input channels and window positions, for part of the rows of windows and of the batch (a
+split). For `conv2d`, a row of windows is R rows of the output, S is 1, and `routed` is dy. Rows of ones after the rows
+of x yield db.
 """
 
 import functools
@@ -93,15 +93,12 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
-    """Return (dw, db) for a convolution with stride 1. dw is as in `conv2d.correlate_batch`, and db is the sum of dy
-    per output channel.
+    """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel.
+    float32 dy is rounded to TF32, and float32 x is truncated to TF32.
 
     Args:
-      dy: `(K, I, J, N)`, N a multiple of `LANES`. float32 is rounded to TF32.
-      x: `(C, H, W, N)`. float32 is truncated to TF32.
-
-    Returns:
-      dw `(K, C, H - I + 1, W - J + 1)` and db `(K,)` in float32.
+      dy: `(K, I, J, N)`, N a multiple of `LANES`.
+      x: `(C, H, W, N)`.
     """
     sizes = convolution_sizes(dy, x, _rows_a_product(dy, x), config)
     return _launch(

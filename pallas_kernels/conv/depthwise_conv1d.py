@@ -58,21 +58,15 @@ def _heuristic(x: Any, w: Any, *arrays: Any, before: int, after: int) -> Config:
     return Config(length, _ROWS_AT_ONCE * -(-positions // (parts * _ROWS_AT_ONCE)))
 
 
-# --------------------------------------------------------------------------------------------------------- the kernels
-
-
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, config: Config) -> Array:
-    """Return y of the formula in the module's docstring.
+    """Return y of the formula in the module's docstring, in x's dtype, computed in float32.
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
       w: `(F, channels)`, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
       b: `(channels,)`, in x's dtype, or None.
       before, after: zeros before and after the sequence.
-
-    Returns:
-      y `(batch, width + before + after - F + 1, channels)` in x's dtype, computed in float32.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     outputs = width + before + after - taps + 1
@@ -119,12 +113,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    x̄ is the padded x. dy is 0 at positions outside of y. dx is the part of dx̄ without the padding. The order of
-    summation is fixed.
-
-    Args:
-      dy: gradient with respect to y.
-      x, w, b, before, after: as in `convolve`.
+    x̄ is the padded x, and dx is the part of dx̄ without the padding. dy, the gradient with respect to y, is 0 at
+    positions outside of y. The order of summation is fixed. The other arguments are as in `convolve`.
 
     Returns:
       dx in x's dtype, float32 dw, and float32 db, or None without b.
@@ -148,9 +138,6 @@ def gradients(
         name="depthwise_conv1d_backward",
     )
     return dx, jnp.sum(dw, axis=0), db if db is None else jnp.sum(db, axis=0)
-
-
-# ------------------------------------------------------------------------------------------------- steps of the kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,6 @@ def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, colu
                 exists = (p >= 0) & (p < P) & (q >= 0) & (q < Q)
                 at = (c, jnp.clip(p, 0, P - 1), jnp.clip(q, 0, Q - 1), lanes)
                 gradient = dy_ref[at].astype(jnp.float32)
-                # An index of -1 matches no position.
                 index = jnp.where(exists, index_ref[at].astype(jnp.int32), -1)
                 for r in range(min(stride[0], window[0] - offset_u)):
                     for s in range(min(stride[1], window[1] - offset_v)):

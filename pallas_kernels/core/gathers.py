@@ -235,8 +235,8 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
         same length. Each address is a multiple of the bytes in a block's row.
-      array, start: integers, equal in all threads. `start` is a multiple of the block's size. Elements beyond the
-        reference's end are copies of its last element.
+      array, start: equal in all threads. `start` is a multiple of the block's size. Elements beyond the reference's end
+        are copies of its last element.
     """
     lanes, width = shape
     if simulating() is not None:

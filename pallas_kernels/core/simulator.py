@@ -20,8 +20,8 @@ def simulating() -> Any:
 def simulated() -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, slowly, on the CPU.
 
-    New memory has NaN floats, and integers that are the largest value of their dtype. An out-of-bounds read raises an
-    error. A data race raises an error where it occurs, or a `RuntimeError` when the context ends.
+    New floats are NaN, and new integers the largest value. An out-of-bounds read raises an error. A data race raises an
+    error where it occurs, or a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator

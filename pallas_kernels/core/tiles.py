@@ -40,7 +40,6 @@ class Kernel:
         self._function, self._unsupported, self._heuristic = function, unsupported, heuristic
 
     def unsupported(self, *arrays: Any, **options: Any) -> str | None:
-        """Return why the device or the arguments are unsupported, or None."""
         capability = device.target().capability
         if capability < (9, 0) or (self.capability is not None and capability != self.capability):
             requirement = "at least 9.0" if self.capability is None else f"only {_version(self.capability)}"
@@ -48,7 +47,6 @@ class Kernel:
         return self._unsupported(*arrays, **options) if self._unsupported else None
 
     def heuristic(self, *arrays: Any, **options: Any) -> Any | None:
-        """Return the config for supported arguments, or None if another kernel or XLA is faster."""
         return self._heuristic(*arrays, **options)
 
     def pays(self, *arrays: Any, **options: Any) -> bool:

@@ -38,10 +38,10 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-      rows, columns: size of a CTA's tile.
-      splits: parts of the summed axis.
-      cluster: CTAs per cluster, 1 or 2.
-      raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block."""
+    rows, columns: size of a CTA's tile.
+    splits: parts of the summed axis.
+    cluster: CTAs per cluster, 1 or 2.
+    raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block."""
 
     rows: int
     columns: int

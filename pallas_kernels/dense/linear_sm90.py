@@ -65,9 +65,6 @@ def _unsupported_device(config: Config) -> str | None:
     return None if config.stages >= 2 else f"{available} bytes of shared memory, too few for a ring of two stages"
 
 
-# --------------------------------------------------------------------------------------------------------- the forward
-
-
 class _ForwardRefs(NamedTuple):
     x: Any
     w: Any
@@ -171,8 +168,6 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
         **product.launch_options,
     )
 
-
-# ------------------------------------------------------------------------------------------- the parameters' gradients
 
 _ONES = 8
 """The fewest columns of a wgmma (PTX ISA)."""

@@ -51,9 +51,6 @@ def _unsupported_stages(stages: int) -> str | None:
     return None if stages >= 2 else "layers whose activations leave no shared memory for two slices of the weights"
 
 
-# --------------------------------------------------------------------------------------------------------- the forward
-
-
 class _ForwardRefs(NamedTuple):
     """References of `forward`, and of `forward_and_gradients`, which alone has `gradients` and `dx`. `operands` are the
     rows of x and of hidden outputs in shared memory."""
@@ -151,9 +148,6 @@ def forward(
     return loss, logits, hidden
 
 
-# -------------------------------------------------------------------------------------------------------- the backward
-
-
 class _BackwardRefs(NamedTuple):
     """References of `backward`. `operands` are the gradients with respect to each layer's sums, in shared memory."""
 
@@ -226,9 +220,6 @@ def backward(
         name="mlp_softmax_cross_entropy_backward",
     )
     return *gradients, dx
-
-
-# ---------------------------------------------------------------------------------- forward and gradients in one kernel
 
 
 def _forward_and_gradients(network: Network, *refs: Any, block: Any) -> None:
