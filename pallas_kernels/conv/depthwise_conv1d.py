@@ -6,7 +6,7 @@ Each channel c has one filter w of F elements:
 
 x̄ is x with `before` zeros before the sequence and `after` zeros after it. A CTA moves along the positions of one
 example. The filters and the last F - 1 rows, blocks of channels at one position, stay in registers, so the CTA loads
-each row once. The kernels use no shared memory, so they also run in the interpreter.
+each row once.
 """
 
 import dataclasses

@@ -62,7 +62,7 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an explained error, or None if no pattern matches. Mosaic GPU raised `error` for the kernel `name`."""
+    """Return an error that explains `error`, raised for the kernel `name`, or None if no pattern matches."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -84,9 +84,8 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if it is unknown. For a jitted
-    function such as `jnp.dot`, return the line of the call: JAX traces the function only once, so its equations have
-    the line of its first call."""
+    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if it is unknown. Within a
+    jitted function such as `jnp.dot`, equations have the line of its first call, so return the line of this call."""
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback
     for frame in source.frames if source is not None else []:

@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as its driver describes it: shared memory per CTA, and 32-bit registers per multiprocessor."""
+    """A GPU, as its driver describes it. `shared_bytes` is per CTA, and `registers` per multiprocessor."""
 
     kind: str
     capability: tuple[int, int]

@@ -214,8 +214,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a replicated result on a mesh of the arrays with only automatic axes, or None. On other
-    axes, the caller of `launch` determines the sharding."""
+    """Return the sharding of a replicated result on the arrays' mesh, or None if no mesh has only automatic axes. The
+    caller of `launch` then determines the sharding."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))

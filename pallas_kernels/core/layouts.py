@@ -12,7 +12,7 @@ from pallas_kernels.core.mosaic import plgpu
 from pallas_kernels.core.simulator import simulating
 
 LANES = 128
-"""Threads in a warpgroup (PTX ISA, wgmma). A vector's length is a multiple of it."""
+"""Threads in a warpgroup (PTX ISA, wgmma). Vector lengths are multiples of `LANES`."""
 
 OPERAND_BYTES = 128
 """Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
@@ -133,19 +133,17 @@ def zeros_like(vector: Array) -> Array:
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest supported vector length that divides the arrays' last axis.
-
-    A thread loads up to 8 bytes at once: 4 elements in half precision, 2 in float32. Vectors of different dtypes
-    combine only if a thread loads equally many elements of each: 2.
-    """
+    """Return the largest supported vector length that divides the arrays' last axis. A thread loads up to 8 bytes at
+    once: 4 elements in half precision, 2 in float32. Vectors of different dtypes combine only if a thread loads equally
+    many elements of each, so the limit is then 2."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
 
 
 def quotient(number: Any, divisor: Any) -> Any:
-    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some
-    convert booleans, for which JAX 0.11 starts a process each."""
+    """Return `number // divisor` for a nonnegative number. `//` and `%` take ten more operations for signs. Some of
+    these convert booleans, and JAX 0.11 starts a process for each conversion."""
     return number // divisor if isinstance(number, int) else lax.div(number, _like(number, divisor))
 
 
@@ -155,7 +153,7 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """In 64-bit mode, JAX would convert an integer to 64 bits."""
+    """Keep `number`'s dtype. In 64-bit mode, JAX would convert an integer to 64 bits."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 

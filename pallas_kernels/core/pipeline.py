@@ -74,14 +74,14 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Pass `source` to `copy` as soon as all consumers have released the step's stage."""
+        """Start a step's copies from `source` as soon as all consumers have released the stage."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)
 
     def drain(self, steps: Any) -> None:
-        """Wait until the last of `steps` steps are released. A CTA may not end while another CTA arrives at its
-        barriers."""
+        """Wait until consumers have released the last of `steps` steps. A CTA may not end while another CTA arrives at
+        its barriers."""
 
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[self.stage(step)])

@@ -19,7 +19,7 @@ from pallas_kernels.core.tiles import kernel
 _LONG_RUN = 64
 """Fewest tokens of a long run. Not tuned."""
 _LOADS_IN_FLIGHT = 16
-"""Vectors whose loads are in flight at once. Not tuned."""
+"""Not tuned."""
 _BLOCKS_AT_ONCE = 8
 """Maximum blocks of features that a CTA computes at once. Not tuned."""
 
@@ -42,15 +42,12 @@ def _heuristic(dy: Any, order: Any, starts: Any) -> Config:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) -> Array:
-    """Compute `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1].
+    """Compute `dtable[r] = Σ dy[order[i]]` for starts[r] <= i < starts[r + 1], in dy's dtype, summed in float32.
 
     Args:
       dy: `(tokens, features)`, with at least one token, and a multiple of `LANES` features.
       order: `(tokens,)`, int32, the tokens' indices, sorted by the row that each token selects.
       starts: `(rows + 1,)`, int32.
-
-    Returns:
-      dtable `(rows, features)` in dy's dtype, summed in float32. Rows without tokens are 0.
     """
     (tokens, features), rows, length = dy.shape, starts.shape[0] - 1, config.length
     blocks = features // length
@@ -110,8 +107,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the rows with long runs, padded with the number of rows. A run of `_LONG_RUN` tokens contains a multiple
-    of `_LONG_RUN`, so only the rows at these positions are tested."""
+    """Return the indices of the rows with long runs, padded with the number of rows. A position in each long run is a
+    multiple of `_LONG_RUN`, so only the rows at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

@@ -1,8 +1,8 @@
 """A product of half-precision matrices on Hopper's tensor cores, as a warp-specialized pipeline.
 
 A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
-ping-pong and cooperative schedules. The two CTAs of a cluster compute two tiles, one below the other. Each CTA copies
-half of each block of the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one
+ping-pong and cooperative schedules. The two CTAs of a cluster compute two tiles, one below the other. Each copies half
+of each block of the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one
 result per split.
 """
 
@@ -28,7 +28,7 @@ CONSUMERS = 2
 """Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Multiples of 8 per thread (PTX ISA, setmaxnreg). One producer and two consumer threads share 512 registers."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer and two consumer threads share 512."""
 
 _RASTER_COLUMNS = 2048
 """Width of the part of the result that concurrent tiles cover. Half and twice this number were slower:
@@ -37,11 +37,9 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Attributes:
-    rows, columns: size of a CTA's tile.
-    splits: parts of the summed axis.
-    cluster: CTAs per cluster, 1 or 2.
-    raster: width, in tiles, of the blocks of the result that CTAs compute one after another; 0 for a single block."""
+    """The division of a product into tiles of `rows` x `columns`, and of its summed axis into `splits` parts. CTAs
+    compute one block of the result, `raster` tiles wide, after another; 0 means a single block. A cluster has 1 or 2
+    CTAs."""
 
     rows: int
     columns: int
@@ -67,8 +65,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column of a tile, in tiles, which are numbered block by block, and row by row within a
-    block."""
+    """Return the row and column, in tiles, of a tile. Tiles are numbered block by block, and row by row within a block
+    of `width` columns."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -185,8 +183,8 @@ class Product:
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
         """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on.
-        `count` is the number of steps of all earlier tiles of the CTA, and is returned. `turn` is the index of the
-        tile's consumer in the ping-pong schedule."""
+        Return the last `count`, the number of steps of all earlier tiles. `turn` is the index of the tile's consumer in
+        the ping-pong schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

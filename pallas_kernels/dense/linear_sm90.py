@@ -4,8 +4,7 @@
     dw[o, i] = Σ dy[n, o] * x[n, i],    db[o] = Σ dy[n, o],    over the rows n.
 
 The pipeline is in `linear_product_sm90`. The summed axis of dw is split (split-K) until all multiprocessors are busy,
-and the splits' sums are added in a fixed order. The product of dyᵀ and columns of ones yields db. CTAs that read the
-same columns of dy, for different columns of dw, each multiply a part of the rows by ones.
+and the splits' sums are added in a fixed order. The product of dyᵀ and columns of ones yields db.
 """
 
 import dataclasses
@@ -215,7 +214,8 @@ class _WeightsGradient(Product):
 
     def spans(self, refs, warpgroup, tile):
         """Divide the tile's steps over the batch into three consecutive ranges, each (first, end, multiply). Only the
-        second is also added to db. The second ranges of all tiles in a row of tiles cover each step once."""
+        second is also multiplied by ones, for db. In a row of tiles, which read the same dy, the second ranges cover
+        each step once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (

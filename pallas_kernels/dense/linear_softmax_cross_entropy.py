@@ -1,6 +1,8 @@
-"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient. A CTA
-computes one part of a row. In the first kernel, each thread keeps the maximum of its logits and the sum of
-exponentials, which it rescales when the maximum grows."""
+"""Cross-entropy of rows of logits with many classes: one kernel for statistics, and one for the gradient.
+
+A CTA computes one part of a row. In the first kernel, each thread keeps the maximum of its logits and the sum of
+exponentials, which it rescales when the maximum grows.
+"""
 
 import dataclasses
 import functools
@@ -61,11 +63,10 @@ def statistics(
       labels: `(rows,)`, int32: a class, or -1.
       b: `(columns,)`, or None.
       softcap: None for no cap.
-      with_sum: whether to compute `Σ z`.
 
     Returns:
-      (largest, total, sum, label_z), each `(rows,)` in float32: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and
-      the z of the label, or of class 0 for the label -1. Sums are over the classes.
+      (largest, total, sum, label_z), float32 `(rows,)`: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and the z
+      of the label, or of class 0 for the label -1. Sums are over the classes.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -132,18 +133,16 @@ def gradient(
     softcap: float | None,
     config: Config,
 ) -> Array:
-    """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`.
+    """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`, with 0 in padding columns.
 
-    p is the softmax of z. y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
+    p is the softmax of z, and cap and z are as in `statistics`. y is `1 - label_smoothing` for the label, plus
+    `label_smoothing / classes` for every class.
 
     Args:
-      logits, labels, b, softcap: as in `statistics`, which defines z and cap.
+      logits, labels, b, softcap: as in `statistics`. dlogits use the memory of the logits, which XLA copies first if
+        they are still needed.
       dy: `(rows,)`, float32.
       largest, total: results of `statistics`.
-
-    Returns:
-      dlogits in the shape and dtype of the logits, with 0 in padding columns. They use the memory of the logits, which
-      XLA copies first if the logits are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)

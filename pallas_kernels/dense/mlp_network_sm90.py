@@ -46,8 +46,8 @@ def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A multi-layer perceptron, and the products of its kernels, as pairs of padded widths (inputs, outputs). `sizes`
-    has the number of inputs, and then each layer's outputs."""
+    """A multi-layer perceptron, with `sizes`, the number of inputs and then each layer's outputs. A product of its
+    kernels is a pair of padded widths (inputs, outputs)."""
 
     sizes: tuple[int, ...]
 

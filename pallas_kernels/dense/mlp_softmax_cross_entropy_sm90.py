@@ -33,7 +33,7 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes the forward and the gradients. It was slower at 8192:
+"""Largest batch for which one kernel computes the forward and the gradients. One kernel was slower at 8192:
 docs/lab/2026-11-21-dense.md."""
 
 
@@ -119,7 +119,7 @@ def forward(
     logits[label]`. h' is the previous layer's h, or x.
 
     Args:
-      x: `(widths[0], N)`, one example per column, for `Network.widths`.
+      x: `(widths[0], N)`, one example per column, where widths is `Network.widths`.
       labels: `(N,)` int32. If a label is not the index of a class, its example's loss is NaN.
       weights, biases: `(outputs, inputs)` and `(outputs,)` of each layer.
 

@@ -1,8 +1,8 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
 A CTA computes one tile of a layer's dw for 128 examples: it weighs the gradients with respect to the layer's sums by
-dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles of all groups of examples in a fixed
-order. A 1 after the inputs of each example yields db as a column of dw. Further CTAs multiply dx by dy.
+dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles in a fixed order. A 1 after the inputs of
+each example yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -73,8 +73,7 @@ class _WeighedGradients:
         pl.when(tile >= first_tiles[-1])(functools.partial(self.weigh_dx, refs, part, tile, warpgroup))
 
     def make_tile(self, refs, layer, part, tile, warpgroup, lanes, examples):
-        """Compute a tile of dw for one group of examples. Each of two warpgroups loads half of the examples, and
-        computes half of the tile."""
+        """Compute a tile of dw. Each of two warpgroups loads half of the examples, and computes half of the tile."""
         index, half, (_, columns) = tile - self.first_tiles[layer], SLICE // 2, self.grids[layer]
         row, column = quotient(index, columns) * EXAMPLES, remainder(index, columns) * SLICE
         self.bring(refs, layer, row, column, lanes, examples)
@@ -142,15 +141,12 @@ def weighed_gradients(
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
     g is the gradient of each example's loss with respect to x, or with respect to a layer's sums before ReLU. h[n, i]
-    is the layer's input i.
+    is the layer's input i. Return dx, then dw and db of each layer in turn.
 
     Args:
       dy: `(N,)`, N a multiple of 128.
       x, hidden, gradients: argument and results of `forward_and_gradients`.
       sizes: sizes of the layers, inputs first.
-
-    Returns:
-      dx, then dw and db of each layer in turn.
     """
     parts = dy.size // LANES
     *gradients, dx = gradients

@@ -42,9 +42,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
       labels: integers `(N,)`, or float weights `(classes, N)`.
 
     Returns:
-      (loss, largest, total), each `(N,)`: loss in the dtype of the logits, and float32 largest and total for the
-      backward. From half-precision probabilities, the gradient of an almost perfectly classified example would round to
-      zero.
+      loss in the dtype of the logits, and float32 largest and total for the backward. Half-precision probabilities
+      would round the gradient of an almost perfectly classified example to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -79,7 +78,7 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
     y[k, n] is the weight that the label of example n gives to class k, and p the softmax: `p[k, n] = exp(logits[k, n] -
-    largest[n]) / total[n]`. The other arguments are arguments and results of `loss_and_statistics`.
+    largest[n]) / total[n]`. Other arguments are arguments and results of `loss_and_statistics`.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
