@@ -45,20 +45,19 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of a `wgmma` product: one per output channel and window."""
 _MAX_PLACES = 4
+"""With more positions per window, a thread's sums do not fit in its registers."""
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
 """Not tuned."""
 _EPILOGUE_CLOCKS = 800
-"""Estimate for a tile's maxima: 12 instructions per window, two cycles each."""
+"""Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
 """Smallest batch for which the kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows and columns of windows per tile, bytes per operand row, warpgroups per CTA, and stages per warpgroup."""
-
     rows: int
     columns: int
     operand_bytes: int
@@ -76,7 +75,7 @@ class _Sizes(WindowTiles):
 
     @property
     def panels(self) -> int:
-        """Operand rows for one pixel of a tile's examples."""
+        """Operand rows that hold one pixel for all examples of a tile."""
         return EXAMPLES // self.group
 
     @property

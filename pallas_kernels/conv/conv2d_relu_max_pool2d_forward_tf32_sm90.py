@@ -63,13 +63,10 @@ _MAX_WARPGROUPS = 4
 _OTHER_REGISTERS = 40
 """Registers per thread besides sums and patch. With 40, ptxas spills none for LeNet."""
 _SHARED_BYTES_A_CLOCK = 128
-"""Bytes per multiprocessor and clock cycle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows and columns of windows per tile, input channels per step of the product, and warpgroups per CTA."""
-
     rows: int
     columns: int
     channels: int
@@ -86,7 +83,6 @@ class _Sizes(WindowTiles):
 
     @property
     def features(self) -> int:
-        """Results per example of a tile."""
         return self.K * self.windows
 
     @property
@@ -131,7 +127,7 @@ class _Sizes(WindowTiles):
 
     def clocks(self) -> int:
         """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads read and
-        write it, and the product reads the patch and the weights."""
+        write it, and the product reads patch and weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written

@@ -1,7 +1,7 @@
 """Gradient of `conv2d_relu_max_pool2d` with respect to x in exact float32 on the CUDA cores, batch last.
 
 dx is divided into cells of a pooling window's size. A CTA computes adjacent cells in one row of cells, with one example
-per lane and the sums in registers. For each window whose filter positions cover pixels of a cell, each lane multiplies
+per lane and the sums in registers. For each window at which the filter reads pixels of a cell, each lane multiplies
 each weight by dy at the position of the maximum, and by zero at the other positions.
 """
 
@@ -110,7 +110,7 @@ class _Cut:
 
     @functools.cached_property
     def column_products(self) -> int:
-        """Unrolled products along the column axis, summed over all distinct parts."""
+        """Unrolled products along the column axis, for all distinct parts."""
         S, G = range(self.S), range(self.G)
         return sum(
             0 <= n * self.S + s + v < part.cells * self.S
@@ -145,7 +145,6 @@ def input_gradient(
         _InputGradientProgram(window, rows, cut, config.ahead).body,
         dy,
         place.swapaxes(0, 1),
-        # One instruction loads several channels' weights.
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
         # The middle rows, with the most windows, start first, so that the last CTAs are short.
@@ -176,8 +175,8 @@ class _InputGradientProgram:
             pl.when((group >= groups[0]) & (group <= groups[-1]))(fill_cells)
 
     def fill_cells(self, dy, place, w, dx, at, part):
-        """Write dx in the cells of `part`. `at` is the first cell's row and column, the block of input channels, and
-        the slice of examples."""
+        """Write dx in the cells of `part`. `at` is the first cell's (row, column, block of input channels, slice of
+        examples)."""
         (K, P, *_), (*_, F, _, channels), (R, S), (row, column, c, lanes) = dy.shape, w.shape, self.window, at
         width = part.cells * S
         sums = (zeros_like(dy[0, 0, 0, lanes].astype(jnp.float32)),) * (channels * R * width)

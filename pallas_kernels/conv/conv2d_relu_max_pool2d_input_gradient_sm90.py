@@ -35,11 +35,11 @@ from pallas_kernels.core.tiles import kernel
 _EXAMPLES = 64
 """Examples per CTA: the rows of a `wgmma` product."""
 _COLUMNS = 32
-"""Columns of an operand's tile. `routed` fills whole tiles for each window position."""
+"""Columns of an operand's tile. `routed` must fill whole tiles for each window position."""
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_SUMS = 96
-"""Sums per thread, for the cells that one row of windows reaches. More spill registers."""
+"""Sums per thread, for the cells in one column to which one row of windows contributes. More sums spill registers."""
 _MIN_BATCH = 2048
 """Below this batch, cuBLAS is as fast as this kernel."""
 MIN_JAX = (0, 11, 1)
@@ -191,7 +191,7 @@ def _body(sizes, *refs, block, warpgroup):
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """One warpgroup, which computes one column of cells for 64 examples. It writes `routed` of group `group` to
-    `operands`, except the last warpgroup, which writes none. `staging` has one row of a cell per warpgroup. `place` has
+    `operands`, except the last warpgroup, which writes none. `staging` has one row of a cell per warpgroup, and `place`
     the indices of the maxima."""
 
     sizes: _Sizes
@@ -224,8 +224,8 @@ class _Program:
                 plgpu.copy_gmem_to_smem(self.matrices.at[a, b], self.weights.at[a, b], self.loaded)
 
     def take_row(self, p, carry):
-        """Add row p of windows to the sums. Write the cells in row p, which are now complete. Return the next row's
-        operands and the other cells' sums."""
+        """Add row p of windows to the sums, and write the cells in row p, which are then complete. Return the next
+        row's operands and the other cells' sums."""
         sizes, (fetched, sums) = self.sizes, carry
         pl.when(self.warpgroup < sizes.groups)(functools.partial(self.scatter_gradients, *fetched))
         plgpu.commit_smem()

@@ -35,7 +35,7 @@ _MAX_ACCUMULATORS = 160
 _OTHER_REGISTERS = 30
 """Registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
 _MAX_PATCH = 72
-"""Maximum pixels under a thread's windows. More were not measured."""
+"""Maximum pixels under a thread's windows. More were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
 """Shared memory that Mosaic reserves for sums across warps."""
 
@@ -166,8 +166,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Sum over the units of a split. Return one vector per weight and per bias, with one element per lane, and
-        zeros as padding."""
+        """Return a split's sums, one vector per weight and per bias with one element per lane, and zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

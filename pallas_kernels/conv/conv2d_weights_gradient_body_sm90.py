@@ -44,7 +44,7 @@ class _Program:
       out: the sums of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first unit, and number of units.
+      first, steps: the split's first unit, and number of units, which are rows of windows for one step's examples.
     """
 
     sizes: Sizes
@@ -144,7 +144,7 @@ class _Program:
 
     @property
     def layout(self):
-        """Two rows per warp, which avoids bank conflicts in shared memory."""
+        """Register layout with two rows per warp, which avoids bank conflicts in shared memory."""
         examples = self.sizes.examples
         tiling = plgpu.Tiling(((8, examples), (2, examples), (examples // 16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -53,7 +53,7 @@ def _unsupported_stages(stages: int) -> str | None:
 
 class _ForwardRefs(NamedTuple):
     """References of `forward`, and of `forward_and_gradients`, which alone has `gradients` and `dx`. `operands` are the
-    rows of x and of hidden outputs in shared memory."""
+    rows of x and of each hidden layer's outputs in shared memory."""
 
     x: Any
     labels: Any

@@ -17,8 +17,7 @@ from pallas_kernels.dense.mlp_network_sm90 import EXAMPLES, SLICE, Network
 
 
 def slice_weights(matrices: Sequence[Array], products: list[tuple[int, int]]) -> list[Array]:
-    """Pad each matrix with zeros to the widths of its product, round it to TF32, and return its slices as one
-    vector."""
+    """Return each matrix, padded to its product's widths, rounded to TF32, and divided into slices, as one vector."""
     padded_matrices = (
         jnp.pad(w, ((0, outputs - w.shape[0]), (0, inputs - w.shape[1])))
         for w, (inputs, outputs) in zip(matrices, products, strict=True)
