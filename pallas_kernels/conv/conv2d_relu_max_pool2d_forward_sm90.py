@@ -200,6 +200,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
             plgpu.Barrier(num_arrivals=_copies(sizes), num_barriers=sizes.ring),
             *(swizzled((config.warpgroups, _FEATURES, EXAMPLES), dtype) for dtype in (x.dtype, jnp.uint8)),
         ],
+        # `commit_smem` precedes each read of another thread's data.
         barriers=False,
         sums_across_warps=False,
         name="conv2d_relu_max_pool2d_tensor_cores",
