@@ -140,8 +140,8 @@ def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
     The axes of the arrays are as in the formula, and `stride` has one stride for i and one for j. The number of
-    examples n is a multiple of `LANES`. dw is float32, summed in a fixed order. For H rows of x and I rows of dy, it has
-    `H - (I - 1) * stride` rows per filter, and columns likewise.
+    examples n is a multiple of `LANES`. dw is float32, summed in a fixed order. For H rows of x and I rows of dy,
+    it has `H - (I - 1) * stride` rows per filter, and columns likewise.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]
