@@ -1,24 +1,25 @@
 """Gradients of a layer of two-input gates. Features are the first axis, and the batch is the last.
 
-Gate g computes `y = c0 + c1 a + c2 b + c3 a b` for example n. Its inputs are a = x[a[g], n] and b = x[b[g], n], and its
-coefficients are c[g]. If dy is the gradient with respect to y,
+For example n, gate g computes `y = c0 + c1 a + c2 b + c3 a b` from its inputs a = x[a[g], n] and b = x[b[g], n], and
+its coefficients c[g]. If dy is the gradient with respect to y,
 
     dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The consumers of an input are the gates that read it. The kernels differ in what a CTA computes:
+The gates that read an input are its consumers. One CTA computes a whole sum of dx. The kernels differ in the gradients
+per CTA:
 
 - `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
-- `gradients_by_input`: dx of one input and dc of some of its consumers. All wires are supported.
+- `gradients_by_input`: dx of one input and dc of some of its consumers.
 - `gradients_along_trail`, in `backward_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc
-  of some of their consumers. Either all inputs must have two consumers each, or all must have four.
+  of some of their consumers. All inputs must have two consumers, or all must have four.
 - `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They start all loads at once,
   because a CTA with short rows mostly waits for loads.
 
-Arguments: dy is `(gates, N)`, with a batch N that is a multiple of `LANES`. If equally large groups of neighboring
-gates share a gradient, dy may be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx
-has dy's dtype, and dc is float32. All sums are in float32.
+dy is `(gates, N)`, with N a multiple of `LANES`. If equally large groups of neighboring gates share a gradient, dy may
+be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx has dy's dtype. dc and all
+sums are float32.
 """
 
 import dataclasses
@@ -45,8 +46,7 @@ GATE_SUMS = 4
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the slices of the batch for the CTA with index `block`. There are `blocks` slices of `length` examples,
-    with `length / LANES` examples per thread."""
+    """Return the `blocks` slices of the batch, `length` examples each, for the CTA with index `block`."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -60,16 +60,16 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield four vectors for a gate. Their sums over the lanes are dc, the gradients with respect to the gate's
-    coefficients. `values` has the tuple (dy, a, b) for each lane block."""
+    """Yield four vectors for a gate, whose sums over the lanes are the gate's dc. `values` has the tuple (dy, a, b) for
+    each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, a gate that reads an input, in the encoding of `Graph`. The derivative of
-    the gate with respect to this input is `slope + curve * partner`, where partner is the gate's other input."""
+    """Return (slope, curve) for a consumer, encoded as in `Graph`, of an input. The gate's derivative with respect to
+    this input is `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -83,7 +83,7 @@ def unsupported_memory(rows: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- by gate
 
 _GATES = SUMMED_ROWS // GATE_SUMS
-"""Gates per CTA. Their sums fill whole tiles of `sums_over_lanes`."""
+"""Gates per CTA, whose sums fill whole tiles of `sums_over_lanes`."""
 _GATE_BLOCKS = 4
 """Maximum lane blocks per CTA. Not tuned."""
 
@@ -113,8 +113,7 @@ def _by_gate_heuristic(dy, coefficients, graph, x):
 def gradients_by_gate(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: GatesConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc), the gradients with respect to x and the coefficients. Only one CTA reads each element of x, so
-    dx may use the memory of x."""
+    """Return (dx, dc). Only one CTA reads each element of x, so dx may use the memory of x."""
     layer_gates = graph.gates
 
     def body(dy_ref, c_ref, a_ref, b_ref, x_ref, dx_ref, dc_ref, rows_ref, *, block, group):
@@ -151,7 +150,7 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return the indices of a CTA's gates. In the last CTA, the layer's last gate may be repeated."""
+    """Return the indices of a CTA's gates. The last CTA may repeat the layer's last gate."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
@@ -198,8 +197,8 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc), the gradients with respect to x and the coefficients. A CTA computes dc for the gates that read
-    its input as their a. If dx is unused, the CTA skips the gates that read its input as their b."""
+    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, the CTA skips
+    the gates that read its input as their b."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -242,20 +241,20 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch for which two kernels, for dx and for dc, are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Largest batch for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""Largest batch for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""Largest batch for two kernels if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
-"""Largest fraction of the L2 cache for x, because dy also passes through the cache. Not tuned."""
+"""Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more consumers.
-docs/lab/2026-11-22-logic.md describes the effect; not tuned."""
+"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more consumers. Not
+tuned; docs/lab/2026-11-22-logic.md describes the effect."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: `inputs` inputs, and one lane block of `length` examples. The CTA reads `consumers` consumers of
-    each input at once."""
+    """Tile of a CTA: `inputs` inputs, and one lane block of `length` examples. The CTA reads `consumers` consumers per
+    input at once."""
 
     inputs: int
     consumers: int
@@ -290,7 +289,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # The next input's consumers follow. They may be read, but are not added.
+            # These may be the next input's consumers, which are read but not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]

@@ -1,8 +1,7 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes. An octet is eight neighboring threads. Their 16-byte accesses take one cycle if
-they use different banks. A row of shared memory takes 16 bytes, so two rows conflict if their indices have equal
-residues mod 8.
+Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. An octet is eight neighboring threads. Their 16-byte
+accesses take one cycle if all their row indices have different residues mod 8, or are equal.
 
 A gate's lane determines the row in which its value is stored, and the order of a layer's gates is free. A gate's
 position within its octet is the residue of its row. This residue decides the conflicts when the next layer reads the
@@ -15,22 +14,21 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Threads whose 16-byte accesses are served together. This is also the number of residues."""
+"""Threads whose 16-byte accesses are served together, and the number of residues."""
 _SWEEPS = 2
 """Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of a pair of gates with equal residues that the next layer reads, relative to a pair whose gradients one octet
-reads together. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
+reads. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
 """Smaller decreases of the cost are rounding errors."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return how many cycles the accesses of all lanes take, where lane i accesses the 16 bytes of row `rows[i]` of
-    shared memory."""
+    """Return how many cycles the accesses of all lanes take if lane i accesses row `rows[i]` of shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
-    is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads that access the same row share one access
+    is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads with the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
     np.add.at(counts, (np.nonzero(is_first)[0], octets[is_first] % OCTET), 1)
     return int(counts.max(axis=1).sum())
@@ -44,10 +42,10 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, an array `(2, gates)`. The gradient of an input is a sum over the gates that read it, in a
+      turns: for each layer, an array `(2, gates)`. The gradient of an input is summed over the gates that read it, in a
         fixed order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input
         b.
-      rows: the row in shared memory of each input of the first layer. The rows of other layers begin at multiples of 8.
+      rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []
     for i, (reads, turn) in enumerate(zip(map(np.stack, layers), turns, strict=True)):
@@ -55,8 +53,7 @@ def orders(
             found.append(np.arange(reads.shape[1]))
             break
         octets = _octets(*rows[reads] % OCTET)
-        # An octet of inputs sums its gradients, and reads one consumer's gradient per input and turn. In `readers`,
-        # each pair of an octet of inputs and a turn has a number.
+        # An octet of inputs reads one gradient per input and turn. `readers` numbers the pairs of an octet and a turn.
         readers = rows[reads] // OCTET + turn * (rows.max() // OCTET + 1)
         found.append(_with_residues(octets, readers, _roles(layers[i + 1], reads.shape[1])))
         rows = np.argsort(found[-1])
@@ -64,15 +61,14 @@ def orders(
 
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
-    """Return the octets, which are lists of eight gates, followed by the list of the remaining gates. `a` and `b` are
-    the residues of each gate's inputs. If all residues are equally frequent, no residue occurs twice among the inputs a
-    of an octet, nor among its inputs b.
+    """Return lists of eight gates, the octets, followed by the list of the remaining gates. `a` and `b` are the
+    residues of each gate's inputs. If all residues are equally frequent, no residue occurs twice among the inputs a of
+    an octet, nor among its inputs b.
 
-    The octets are an edge coloring of a bipartite graph (D. König, 1916). Its nodes are the residues of inputs a and of
-    inputs b, its edges the gates, and its colors the octets. A residue is free in an octet if no gate of the octet has
-    this residue, separately for a and b. A gate joins an octet in which both its residues are free. If there is none,
-    the gate displaces a gate from an octet in which its residue of a is free. Displaced gates alternate between two
-    octets until no gate is displaced.
+    The octets are an edge coloring of a bipartite graph (D. König, 1916). The nodes are the residues, separately for a
+    and b; the edges are the gates; and the colors are the octets. A residue is free in an octet if no gate of the octet
+    has it. A gate joins an octet in which both its residues are free. If there is none, it joins one in which its
+    residue of a is free, and displaces a gate. Displaced gates alternate between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
@@ -91,7 +87,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # the last gate's residue becomes free in the octet that it left
+        if gate != new:  # its residue becomes free in the octet that the gate left
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other
@@ -113,13 +109,12 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return the indices of the gates in a new order, in which a gate's position within its octet is its residue. In
-    one octet after another, gates exchange residues while this lowers the cost of bank conflicts.
+    """Return the gates in an order in which a gate's position within its octet is its residue. In one octet after
+    another, gates exchange residues while this lowers the cost of bank conflicts.
 
     Args:
-      octets: the result of `_octets`.
-      readers: `(2, gates)`, one integer for each gate's gradient with respect to a, and one for b. If an octet of the
-        layer before reads two gradients in the same access, their integers are equal.
+      readers: `(2, gates)`, integers for the gradients with respect to a and to b. The integers are equal if an octet
+        of the layer before reads both gradients in one access.
       roles: `(2, gates)`: how many gates of the next layer read the gate as their a, and how many as their b.
     """
     *octets, rest = octets
@@ -134,8 +129,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If one residue is more frequent in the next layer's reads, some of its octets read two rows with this
-            # residue.
+            # If one residue is more frequent in the next layer's reads, some octets read two rows with it.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -143,8 +137,8 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Return a row of the square matrix `cost` for each column. The rows are all different, and no exchange of two rows
-    lowers the total cost."""
+    """Return a different row of the square matrix `cost` for each column, such that no exchange of two rows lowers the
+    total cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

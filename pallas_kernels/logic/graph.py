@@ -1,4 +1,4 @@
-"""The wires of a layer of two-input gates as a graph, whose nodes are the inputs and whose edges are the gates."""
+"""The wires of a layer of two-input gates as a graph. The nodes are the inputs, and the edges are the gates."""
 
 import dataclasses
 
@@ -11,23 +11,22 @@ from jax import Array
 class Graph:
     """The inputs of each gate, and the consumers of each input, which are the gates that read it.
 
-    A consumer is encoded as an integer, 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads the input
-    as its b. An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
+    A consumer is the integer 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads it as its b. An Euler
+    trail is a walk from input to input that passes through each gate once. All arrays are int32.
 
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
-      consumers: `(2 gates,)`, all consumers, sorted by input. The consumers of input i are
-        `consumers[offsets[2 i] : offsets[2 i + 2]]`. The consumers before `offsets[2 i + 1]` read input i as their a,
-        the others as their b.
+      consumers: `(2 gates,)`, sorted by input. Input i has `consumers[offsets[2 i] : offsets[2 i + 2]]`. The entries
+        before `offsets[2 i + 1]` read it as their a, the others as their b.
       partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
-      offsets: `(2 inputs + 1,)`, bounds in `consumers`.
-      trail: `(3, gates)`: the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
+      offsets: `(2 inputs + 1,)`.
+      trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
         usually share an input.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
       trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
         input, the gates through which the trail leaves the input come first.
       trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail leaves an input through
-        this gate.
+        it.
       regular: whether all inputs have equally many consumers.
       max_fan_out: most consumers of an input.
     """

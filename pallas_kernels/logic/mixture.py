@@ -3,8 +3,8 @@
     c[g] = Σ_i p_i table[i],    p = softmax(logits[g])
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
-Here g is a gate, i and j are functions, and table[i] has the four coefficients of function i. A thread computes one
-gate. It reads each logit once, whereas XLA would read the logits once per sum over the functions.
+Here g is a gate, and table[i] has the four coefficients of function i. A thread computes one gate and reads each logit
+once, whereas XLA reads the logits once per sum over the functions.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA, which computes several small layers as one matrix product.
-Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA's one matrix product for several small layers. Measured with
+8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A config without fields, because a CTA has as many gates as threads."""
+    """A config without fields: a CTA has one gate per thread."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:
@@ -52,15 +52,13 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`, the coefficients of each gate. They are the mean of the coefficients in `table`,
-    weighted with the softmax of the gate's logits. `mixture_gradient` describes the arguments."""
+    """Return c, `(*gates, 4)`, the coefficients of each gate. Arguments are as in `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits, the gradient with respect to the logits. `mixture` and `mixture_gradient` run only on GPUs and in
-    the simulator.
+    """Return dlogits, the gradient with respect to the logits. Both kernels run only on GPUs and in the simulator.
 
     Args:
       dc: `(*gates, 4)`, float32, the gradient with respect to the result of `mixture`.
@@ -114,8 +112,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the most probable function's u from all u does not change the result. Otherwise, `u - Σ p u` would
-    # lose digits to cancellation if this function's p is nearly 1.
+    # Subtract the most probable function's u from all u. This does not change the result, but avoids cancellation in
+    # `u - Σ p u` if this function's p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

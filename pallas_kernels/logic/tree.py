@@ -1,7 +1,7 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
-A tree of depth d has `2^d` leaves. Gate g of a level reads values 2 g and 2 g + 1 of the level before as its a and b.
-The argument `c` lists the coefficients of all gates level by level, with the root last.
+A tree of depth d has `2^d` leaves. Gate g of a level computes `c0 + c1 a + c2 b + c3 ab` from values 2 g and 2 g + 1 of
+the level before, its a and b. The argument `c` lists the four coefficients of each gate level by level, the root last.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from typing import Any
 
 
 def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Return one list of values per level, from the leaves to the root. A gate reads two neighboring values a and b of
-    the level before, and its value is `c0 + c1 a + c2 b + c3 ab`. `c` lists the four coefficients of each gate."""
+    """Return one list of values per level, from the leaves to the root."""
     levels, first = [list(leaves)], 0
     while (count := len(levels[-1]) // 2) > 0:
         pairs = zip(levels[-1][::2], levels[-1][1::2], strict=True)
@@ -23,8 +22,7 @@ def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves. `levels` is the result of
-    `levels_of_tree`, and `dy` is the gradient with respect to the root. A gate's dc is the gradient with respect to the
-    gate's value, times (1, a, b, ab)."""
+    `levels_of_tree`, and `dy` is the gradient with respect to the root."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

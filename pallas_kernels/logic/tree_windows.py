@@ -1,6 +1,6 @@
 """Loads of the leaves of trees of gates, and the positions of trees in an image and in its pooling windows.
 
-A tree is a filter of a convolution. It reads its leaves from the convolution's window at each position of the image.
+A tree is a filter of a convolution. Its leaves are pixels in the convolution's window at each position of the image.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ _MAX_PLACES = 9
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows per CTA: rows of the image for `input_gradient`, and of the pooled output for other kernels."""
+    """Rows per CTA, of the image for `input_gradient` and of the pooled output for other kernels."""
 
     rows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of trees and of pooling windows. `height` and `width` are the size of the padded image. `rows` and
-    `columns` are the size of the pooled output."""
+    """Positions of trees and of pooling windows. `height` and `width` belong to the padded image, `rows` and `columns`
+    to the pooled output."""
 
     height: int
     width: int
@@ -50,18 +50,16 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the row-major index, in channel 0, of the top left pixel of a tree. The tree is at the first position
-        of the pooling window (row, column)."""
+        """Return the row-major index, in channel 0, of a tree's top left pixel at a pooling window's first position."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels between a tree at the first position of a pooling window and the tree at
-        position `place`."""
+        """Return the distance in pixels from the first position of a pooling window to position `place`."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
-        """Return an array `(kernels, leaves)`. It has the distance in pixels from a tree's top left pixel, in channel
-        0, to each leaf."""
+        """Return `(kernels, leaves)`, the distance in pixels from a tree's top left pixel, in channel 0, to each
+        leaf."""
         channel, row, column = jnp.moveaxis(leaves, -1, 0)
         return (channel * self.height + row) * self.width + column
 
@@ -74,15 +72,15 @@ class Tree:
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: Geometry) -> list[list[Array]]:
         steps = [geometry.step(place) for place in geometry.places]
-        # One address per leaf is enough, because the other positions are constant distances away.
+        # One address per leaf is enough. The other positions are constant distances away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Return one vector per leaf, loaded from the flattened image `numbers`. Each lane reads the leaves of the tree
-        at the lane's position `place` in the pooling window."""
+        """Return one vector per leaf, loaded from the flattened image `numbers`. Each lane reads the leaves at its
+        position `place` in the pooling window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -96,8 +94,7 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why the kernels do not support these trees or this pooling window, or None. `leaves` is a shape
-    `(kernels, leaves, 3)`."""
+    """Return why the kernels do not support trees with leaves of shape `(kernels, leaves, 3)`, or `pool`, or None."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -111,7 +108,7 @@ def as_rows(x):
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
     """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
-    last carry. Each call gets the columns of `columns_per_turn` neighboring windows of one row."""
+    last carry. Each call gets the columns of `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

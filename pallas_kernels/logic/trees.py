@@ -1,9 +1,9 @@
-"""Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. The batch is
-the last axis of images: `(channels, height, width, N)`. In shapes, `kernels` is the number of trees.
+"""Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. Images are
+`(channels, height, width, N)` with the batch last. In shapes, `kernels` is the number of trees.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. The sums of the
-gradients of the leaves in `trees_input_gradient` are the gradient with respect to the image.
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` sums the
+gradients of the leaves, which gives the gradient with respect to the image.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.logic.tree import gradients_of_tree, levels_of_tree
 from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, unsupported, visit_windows
 
 _PROGRAMS = 4
-"""Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit if a thread uses 128 registers."""
+"""Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit at 128 registers per thread."""
 _MAX_COLUMNS_PER_TURN = 2
 """Windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
@@ -51,17 +51,17 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices). y has the largest value of each tree in each pooling window, and `indices` has the index of
-    the first position with this value.
+    """Return (y, indices): the largest value of each tree in each pooling window, and the index of the first position
+    with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
       leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
-      x: `(channels, height, width, N)` including padding, N a multiple of `LANES`.
+      x: `(channels, height, width, N)` including padding, with N a multiple of `LANES`.
 
     Returns:
-      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and indices, uint8 of y's shape. The index of
-      position (u, v) in a pooling window is `u * pool[1] + v`. For windows of one position, indices is None.
+      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and uint8 indices of y's shape. Position (u, v)
+      in a pooling window has the index `u * pool[1] + v`. For windows of one position, indices is None.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]
@@ -127,12 +127,11 @@ def leaf_gradients(
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
-      places: the indices from `forward`.
-      coefficients, leaves, x: as in `forward`.
+      places: the indices from `forward`. Other arguments are as in `forward`.
 
     Returns:
-      dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32. A gate's dc is the sum
-      of `d (1, a, b, ab)` over examples and windows, where d is the gradient with respect to the gate's value.
+      dc `(kernels, gates, 4)`, summed over examples and windows, and dleaves `(kernels * leaves, rows, columns, N)`,
+      both float32.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -160,8 +159,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """Compute the gradients for one tree and for `rows` rows of pooling windows. If a gradient is unused, the reference
-    to it is None."""
+    """Compute `rows` rows of pooling windows for one tree. The reference to an unused gradient is None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

@@ -24,7 +24,7 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, but in still smaller
+"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still smaller
 bands, most leaves would add to two bands: docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted bands per multiprocessor: docs/lab/2026-11-22-trees.md."""
@@ -66,9 +66,9 @@ def input_gradient(
     kernel runs only on GPUs and in the simulator.
 
     Args:
-      dleaves, places, leaves: result and arguments of `leaf_gradients`.
+      dleaves, places, leaves: as in `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
-        `readers[reader_offsets[c] : reader_offsets[c + 1]]`. Each is a number `kernel * leaves + leaf`.
+        `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each a number `kernel * leaves + leaf`.
       size: channels, height, and width of the image without its padding.
       padding: rows above the image, and columns to its left.
     """
@@ -92,8 +92,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """The division of an image without padding into bands of `rows` rows. Methods find the pooling windows whose leaves
-    read a band."""
+    """The division of an image without padding into bands of `rows` rows."""
 
     rows: int
     height: int
@@ -112,19 +111,18 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the range of rows of pooling windows in which a leaf reads pixels of a band. There are
-        `rows` rows of windows. At the first position of the first row, the leaf reads row `leaf_row` of pixels,
-        relative to the band."""
+        """Return (first, end), the range of the `rows` rows of pooling windows in which a leaf reads pixels of a band.
+        At the first position of row 0, the leaf reads row `leaf_row` of pixels, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
-        # At the last position of this row of windows, the leaf reads the band's first row or a later row.
+        # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
         last = jnp.clip((self.rows - 1 - leaf_row) // step + 1, first, rows)
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the index of the element of shared memory to which each lane adds a leaf's gradient. If the leaf's
-        pixel is outside the band, this is an element that nobody reads. `row` and `column` are the leaf's pixel at the
-        window's first position, relative to the band. `place` is each lane's position in the window."""
+        """Return the element of shared memory to which each lane adds a leaf's gradient. For a pixel outside the band,
+        this is an element that nobody reads. `row` and `column` are the leaf's pixel at the window's first position,
+        relative to the band. `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

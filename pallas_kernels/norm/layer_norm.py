@@ -2,9 +2,9 @@
 
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
-Means are over a row of x, and scale and bias have one value per column. RMSNorm (`center=False`) omits the mean and the
-bias. Instead of a row's mean, the kernels store its `offset`, the mean minus the row's first element. If the mean is
-far from zero, rounding the mean would lose digits of `x - mean`.
+Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. Instead of a row's mean, the kernels
+store its `offset`, the mean minus the row's first element. If the mean is far from zero, rounding the mean would lose
+digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and its
 part of dscale and dbias. A row may not fit in registers, so each pass over a row reads it again. The kernels use no
@@ -28,16 +28,16 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.norm.statistics import inverse_root
 
 _SUMMED_COLUMNS = 4096
-"""Maximum columns for which a CTA sums dscale and dbias. The sums take 64 of a thread's 255 registers. Not tuned."""
+"""Maximum columns for which a CTA sums dscale and dbias, in 64 of a thread's 255 registers. Not tuned."""
 _SUMMED_ROWS = 32
-"""Maximum rows per CTA of `gradients`. More rows per CTA leave fewer CTAs. Not tuned."""
+"""Maximum rows per CTA of `gradients`. Not tuned."""
 _PROGRAMS = 4
-"""Wanted CTAs of `gradients` per multiprocessor. A CTA has several rows only if this many CTAs remain. Not tuned."""
+"""Wanted CTAs of `gradients` per multiprocessor. CTAs get several rows only if this many remain. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """Elements that a CTA loads at once, a multiple of the number of its threads."""
+    """Elements that a CTA loads at once, a multiple of its threads."""
 
     vector: int
 
@@ -47,8 +47,8 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: elements that a CTA loads at once, a multiple of the number of its threads.
-      rows: rows per CTA. The CTA reads all columns of these rows.
+      vector: elements that a CTA loads at once, a multiple of its threads.
+      rows: rows per CTA, of which the CTA reads all columns.
       columns: columns of dx per CTA, a multiple of `vector`.
     """
 
@@ -76,8 +76,8 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std). y has x's shape and dtype. offset is each row's mean minus its first element, and
-    inv_std is the factor that normalizes the row. Both are float32 `(rows,)`.
+    """Return (y, offset, inv_std). y has x's shape and dtype. offset, each row's mean minus its first element, and
+    inv_std are float32 `(rows,)`.
 
     Args:
       x: `(rows, hidden)`.
@@ -135,9 +135,9 @@ def gradients(
 
     Args:
       dy, x: `(rows, hidden)`.
-      bias: the forward's bias, used only with both `with_y` and `center`.
-      offset, inv_std: unused, because the kernel computes them again from x.
-      with_y: whether to recompute and return y.
+      bias: used only with both `with_y` and `center`.
+      offset, inv_std: unused. The kernel computes them from x.
+      with_y: whether to return y.
 
     Returns:
       dx in x's dtype, float32 dscale and dbias, and y. Without `center`, dbias is None and dx has no `mean(t)`. Without
@@ -179,8 +179,8 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std). x̂ is a function that takes a slice of columns, and returns the row's
-        normalized values in these columns."""
+        """Return (x̂, offset, inv_std). x̂ is a function from a slice of columns to the row's normalized values
+        there."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):

@@ -2,9 +2,9 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-Here `s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows, and dscale and dbias are sums over the outputs of the dense
-layer. x̂ is LayerNorm's normalized input, dz is the gradient with respect to the dense layer's output, w are its
-weights, and scale and bias are LayerNorm's parameters. XLA adds the sums of the CTAs in a fixed order.
+`s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows. dscale and dbias are sums over the dense layer's outputs. x̂ is
+LayerNorm's normalized input, dz is the gradient with respect to the dense layer's output, w are its weights, and scale
+and bias are LayerNorm's parameters. A CTA computes a tile of dw and the tile's sums, which XLA adds in a fixed order.
 """
 
 import dataclasses
@@ -23,15 +23,14 @@ from pallas_kernels.core.tiles import kernel
 _PROGRAMS = 8
 """Wanted CTAs per multiprocessor. Not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA. The sums that a CTA writes must be much smaller than the part of s that it reads. Not
-tuned."""
+"""Fewest outputs per CTA. The sums that a CTA writes must be much smaller than its part of s. Not tuned."""
 _LOADED_OUTPUTS = 4
 """Outputs whose s and w a CTA loads at once. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `outputs` rows and `columns` columns of dw. They divide dw's rows and columns."""
+    """Tile of a CTA: `outputs` rows and `columns` columns of dw, which divide dw's shape."""
 
     outputs: int
     columns: int
@@ -54,8 +53,7 @@ def _heuristic(s, db, scale, bias, w):
 def parameter_gradients(
     s: Array, db: Array, scale: Array, bias: Array, w: Array, *, config: Config
 ) -> tuple[Array, Array, Array]:
-    """Return (dw, dscale, dbias). dw has w's dtype, and dscale and dbias are float32. dz is the gradient with respect
-    to the dense layer's output, and x̂ is LayerNorm's normalized input.
+    """Return (dw, dscale, dbias). dw has w's dtype, and dscale and dbias are float32.
 
     Args:
       s: `(outputs, hidden)`, float32, the sum of `dzᵀ x̂` over the rows.

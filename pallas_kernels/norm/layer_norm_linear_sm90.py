@@ -36,10 +36,10 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster than separate kernels, between which y of fewer rows stays in the L2
-cache (docs/lab/2026-11-21-norm.md)."""
+"""Fewest rows for which these kernels are faster. The L2 cache can pass y of fewer rows between separate kernels
+(docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
-"""With three warpgroups per CTA, threads spill registers (docs/lab/2026-11-21-norm.md)."""
+"""Threads of three warpgroups per CTA spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
@@ -135,7 +135,7 @@ def forward(
             operand((_WARPGROUPS, ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # Mosaic GPU aligns each array to `_ALIGNMENT`, so scale, bias, and b share one array.
+            # scale, bias, and b share one array, because Mosaic GPU aligns each array to `_ALIGNMENT`.
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -245,12 +245,8 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype.
-
-    Args:
-      dz: `(rows, outputs)`, the gradient with respect to z.
-      x, scale, w, offset, inv_std: arguments and results of the forward.
-    """
+    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype. dz is the gradient with respect to z,
+    `(rows, outputs)`, and other arguments are arguments and results of `forward`."""
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
@@ -269,7 +265,7 @@ def input_gradient(
         scratch=[
             operand((config.stages, _WARPGROUPS, ROWS, outputs // 2), x.dtype),
             half,
-            # If x̂ is as wide as dz, x̂ overwrites dz in the stage, and needs no other memory.
+            # If x̂ is as wide as dz, x̂ overwrites dz in the stage.
             None if hidden == outputs else half,
             operand((outputs, hidden), x.dtype),
             plgpu.SMEM((config.stages, 2, _WARPGROUPS, ROWS), jnp.float32),
@@ -344,7 +340,7 @@ class _InputGradient:
 
             @pl.when(step + 1 < steps)
             def _():
-                # Wait for the copy of dx, which started before the latest copy, of x̂.
+                # Wait for the copy of dx, which started before the copy of x̂.
                 plgpu.wait_smem_to_gmem(0 if refs.hat is None else 1, wait_read_only=True)
                 x_ring.fetch(step + 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -354,7 +350,7 @@ class _InputGradient:
         plgpu.wait_smem_to_gmem(0)
 
     def _block(self, refs, step, rows, columns, scales, warpgroup, x_ring, dz_ring):
-        """Compute dx and x̂ in this warpgroup's half of a block. In shared memory, dx overwrites x."""
+        """Compute dx and x̂ in this warpgroup's half of a block. dx overwrites x in shared memory."""
         stage, x_stage = dz_ring.stage(step), refs.x_stages.at[warpgroup]
         first = load(refs.x.at[rows, 0], value_a_row(), optimized=False).astype(jnp.float32)
         offset, inv_std = (load(ref.at[rows], value_a_row(), optimized=False) for ref in (refs.offset, refs.inv_std))
@@ -399,7 +395,7 @@ class _InputGradient:
         sums = [sum_slices(t, pieces), sum_slices(lambda columns: t(columns) * hat_piece(columns), pieces)]
         for i, a in enumerate(sums):
             store(refs.sums.at[stage, i, warpgroup], a)
-        # Both warpgroups have now finished their products with dz's stage, so x̂ may overwrite it.
+        # Both warpgroups have finished their products, so x̂ may overwrite dz in its stage.
         plgpu.barrier_arrive(refs.sums_stored)
         plgpu.barrier_wait(refs.sums_stored)
 

@@ -22,12 +22,12 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum bytes of shared memory for all rings on a multiprocessor, from sweeps on an H200, which has 228 KiB:
+"""Maximum bytes for all rings on a multiprocessor, from sweeps on an H200 with 228 KiB of shared memory:
 docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
-"""Bytes of shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
+"""Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
 _OVERHEAD_BYTES = 3 * 1024
-"""Shared memory of a CTA besides its ring: 2 KiB for Mosaic's sums across warps, and 1 KiB for barriers."""
+"""Shared memory of a CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 
 
 # -------------------------------------------------------------------------------------------- unsupported and heuristic
@@ -52,8 +52,7 @@ def _heuristic(x: Any, *, arrays: int, stages: int, programs: int) -> Config:
 
 
 def _stage_rows(x: Any, arrays: int) -> int:
-    """Return the number of rows per group. A group has at least one block, and enough rows for TMA copies of about 8
-    KiB."""
+    """Return the rows per group: at least one block, and enough for TMA copies of about 8 KiB."""
     hidden = x.shape[-1]
     group_rows = arrays * 2**13 // (hidden * x.dtype.itemsize)
     if not block_of(hidden).row_per_warp:
@@ -136,11 +135,8 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`.
-
-    Args:
-      offset, inv_std: results of `normalise`. If inv_std is None, the kernel computes both from x.
-    """
+    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`. offset and inv_std are results of `normalise`. If
+    inv_std is None, the kernel computes both from x."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
@@ -169,11 +165,10 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return only dx, `inv_std * (t - mean(t) - x̂ * mean(t * x̂))`, in the dtype of x̂. Here `t = dy * scale`, and
-    means are over a row.
+    """Return only dx, in the dtype of x̂, as in `layer_norm.gradients`.
 
     Args:
-      t, normalised: t and x̂, `(rows, hidden)`.
+      t, normalised: `dy * scale` and x̂, `(rows, hidden)`.
       inv_std: `(rows,)`, float32.
     """
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
@@ -181,14 +176,13 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return (dx, x̂) in x's dtype. x̂ is the normalized x, before scale and bias, and dx is as in `input_gradient`. t
-    and x are `(rows, hidden)`."""
+    """Return (dx, x̂) in x's dtype, computed from `t = dy * scale` and x. x̂ is the normalized x, before scale and
+    bias."""
     return _launch_input_gradient(t, x, None, eps, config)
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` already is x̂, and the result is (dx,). Otherwise, compute x̂ and inv_std from `x`, and
-    return (dx, x̂)."""
+    """If eps is None, `x` is x̂, and the result is (dx,). Otherwise, compute x̂ and inv_std, and return (dx, x̂)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -269,8 +263,7 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus the terms of these
-        blocks for dscale and dbias."""
+        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Add these blocks' terms to `sums`."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -281,7 +274,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # Without `center`, there is no sum for dbias. If dscale and dbias are unused, there are no sums.
+            # dbias has no sum without `center`. There are no sums if dscale and dbias are unused.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums
@@ -289,7 +282,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """The body of the kernels that compute only dx. If eps is None, the kernels read x̂, otherwise x."""
+    """The kernels that compute only dx. If eps is None, they read x̂, otherwise x."""
 
     eps: float | None
 

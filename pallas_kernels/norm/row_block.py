@@ -1,7 +1,7 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block has one row per warp, or one row for the whole warpgroup. The warpgroup loads a block from shared memory into
-registers as float32. A sum along a row uses shuffles if a warp has the row, and shared memory otherwise.
+A block has one row per warp, or one row for the whole warpgroup. The warpgroup loads it from shared memory as float32.
+A sum along a row uses shuffles if a warp has the row, and shared memory otherwise.
 """
 
 import dataclasses
@@ -20,8 +20,7 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """The statistics of each row, which `layer_norm.py` defines, or references to these statistics. Without `center`,
-    `offset` is None."""
+    """A row's statistics, defined in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -29,8 +28,8 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of rows in registers, of shape `(rows, hidden / piece, piece)`. `piece` is the number of adjacent columns
-    along the last axis of a TMA copy."""
+    """A block of rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last axis
+    of a TMA copy."""
 
     hidden: int
     rows: int
@@ -86,33 +85,30 @@ class Block:
         return jnp.sum(jnp.sum(a, axis=1), axis=1) * (1 / self.hidden)
 
     def partial_sum(self, a: Array) -> Array:
-        """Return this thread's part of the sums of a block's columns. `sum` adds the parts of different threads."""
+        """Return this thread's part of the sums of a block's columns. `sum` adds the parts of the threads."""
         return a if self.row_per_warp else jnp.sum(a, axis=0)
 
     def sum(self, partial_sum: Array) -> Array:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Divide the rows into blocks, and return lists of blocks that are computed together. Each block is given as
-        the index of the block's first row.
-
+        """Divide the rows into blocks, given as their first rows, and return lists of blocks to compute together.
         Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
-        row per warpgroup has a separate list, so that it can use all registers.
-        """
+        row per warpgroup is alone, because it needs all registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
         """Return a function without arguments that returns the value of `compute()`. With one row per warp, each call
-        computes the value again. Otherwise, the value is computed once and stays in registers."""
+        computes the value again. Otherwise, the value stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
         return lambda: value
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
-        """Return `operation(block, a)` for each block, where a has the block's values from `row_values`, repeated along
-        each row. Each block and each result is a function without arguments that returns the array: see `values`."""
+        """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
+        each row. Blocks and results are functions without arguments: see `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -122,9 +118,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return two lists with one element per block: the normalized blocks x̂, and the statistics. Each x̂ is a
-        function without arguments that returns the array: see `values`. Statistics are computed unless
-        `known_statistics` has them."""
+        """Return two lists with one element per block: the normalized blocks x̂, as functions without arguments (see
+        `values`), and the statistics, which are computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -154,7 +149,7 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return the `Block` for rows of `hidden` columns, or None if the kernels do not support this width."""
+    """Return the `Block` for rows of `hidden` columns, or None for an unsupported width."""
     if hidden <= 1024 and hidden % 128 == 0:
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return Block(hidden, 4, 128, layout)

@@ -16,7 +16,7 @@ from pallas_kernels.norm.statistics import inverse_root
 ROWS = 64
 """Rows per block: the rows of a `wgmma` (PTX ISA)."""
 COLUMNS = 64
-"""Columns per slice. In half precision, they take 128 bytes, the widest row of a tile of an operand."""
+"""Columns per slice: 128 bytes in half precision, the widest row of a tile of an operand."""
 
 
 def column_slices(width: int) -> list[Any]:
@@ -40,22 +40,20 @@ def load_columns(ref: Any, columns: Any) -> Array:
 
 
 def first_values_of(x: Array) -> Array:
-    """Return the first value of each row. One thread of the row has this value. To pass it to the row's other threads,
-    shuffles add it to zeros."""
+    """Return the first value of each row. Shuffles pass it to the row's other threads by adding it to zeros."""
     first_columns = columns_of(x, pl.ds(0, 8)).astype(jnp.float32)
     column = plgpu.broadcasted_iota(jnp.int32, first_columns.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.sum(jnp.where(column == 0, first_columns, 0.0), axis=1)
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return one sum per row, of the arrays `function(piece)` over all pieces. `function` takes a slice of columns, and
-    returns an array with these columns."""
+    """Return one sum per row. `function` maps a slice of columns to an array with these columns."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 
 def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂, offset, inv_std) of `layer_norm.py` for a block of rows. x̂ is a function that takes a slice of
-    columns, and returns the normalized values in these columns."""
+    """Return (x̂, offset, inv_std) of `layer_norm.py` for a block of rows. x̂ is a function from a slice of columns to
+    the normalized values there."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

@@ -23,7 +23,7 @@ class Config:
     """How CTAs process rows.
 
     Attributes:
-      rows: rows per group. A group fills one stage, and consists of whole blocks (`row_block.py`).
+      rows: rows per group, whole blocks (`row_block.py`). A group fills one stage.
       programs: resident CTAs per multiprocessor.
     """
 
@@ -34,7 +34,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A persistent CTA's loop over groups of rows. `programs` is the number of all CTAs."""
+    """A persistent CTA's loop over groups of rows. `programs` counts the CTAs on all multiprocessors."""
 
     block: Block
     config: Config
@@ -50,11 +50,10 @@ class Stream:
         loaded: Any,
         program: Any,
     ) -> Any:
-        """Copy each group of rows to shared memory, call `carry = step(first_row, stages, wait, carry)` for the group,
-        and return the last carry.
+        """For each group of rows, call `carry = step(first_row, stages, wait, carry)`, and return the last carry.
 
-        The argument `stages` of `step` has one stage per array of `sources`. After `step` has called `wait()`, the
-        stages hold the group's rows. `step` overwrites the i-th stage with the result for the i-th array of `targets`.
+        `step` gets one stage per array of `sources`. After `step` has called `wait()`, the stages hold the group's
+        rows. `step` overwrites the i-th stage with the result for the i-th array of `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
@@ -78,7 +77,7 @@ class Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The next stage to fill holds the previous group's results, and is free when a TMA copy has read them.
+            # The next stage to fill is free when a TMA copy has read the previous group's results from it.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

@@ -1,8 +1,8 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
 A CTA applies the formula to one block, consecutive elements of a row. A row spans the trailing axes along which each
-array either has all elements or is constant. The last CTA of a row also computes the elements after the row's last
-whole block.
+array either has all elements or is constant. The last CTA of a row also computes the elements after the last whole
+block.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. `_heuristic` takes the largest that leaves `_WANTED_PROGRAMS` CTAs. Numbers
+"""Candidates for the elements per thread, of which the largest that leaves `_WANTED_PROGRAMS` CTAs is taken. Numbers
 from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
-"""Maximum elements per thread if every candidate leaves fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
+"""Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes: a load has up to 8 bytes (Mosaic GPU's strided layout), two float32
-elements. Only vectors with equally many elements per load can be combined."""
+"""Maximum elements per thread with mixed dtypes. Only vectors with equally many elements per load can be combined, and
+a load has up to 8 bytes (Mosaic GPU's strided layout), two float32 elements."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
-"""Alignment of rows, in elements, for a thread's widest accesses: 16 bytes, four float32 (CUDA C++ Programming Guide,
-device memory accesses)."""
+"""Elements per widest access of a thread: 16 bytes, four float32 (CUDA C++ Programming Guide, device memory
+accesses)."""
 _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended by earlier axes, along which arrays
 are broadcast in memory."""
@@ -45,7 +45,7 @@ class Config:
 
 
 def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
-    """Return a message if an array has too many elements for the kernels' 32-bit indices, else None."""
+    """Return a message if an array is too large for the kernels' 32-bit indices, else None."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -68,10 +68,8 @@ def _heuristic(formula, *arrays, shape=None):
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
-    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
-
-    A row spans the trailing axes that `Rows` chooses. If an array is broadcast along some but not all axes of a row, it
-    is first broadcast in memory.
+    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays. An array
+    that is broadcast along some but not all axes of a row (see `Rows`) is first broadcast in memory.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -85,7 +83,7 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        # The results are derived from an argument, because JAX cannot map the derivative of a constant over a batch.
+        # JAX cannot map the derivative of a constant over a batch, so results are derived from an argument.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
@@ -105,7 +103,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # The end of a row may be shorter than a vector. This vector then begins earlier, and recomputes elements.
+            # If the rest of the row is shorter than a vector, the vector begins earlier and recomputes elements.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -161,7 +159,7 @@ class Rows:
 
     Attributes:
       count, length: number of rows, and elements per row.
-      lead, leads: sizes of the axes before the axes of a row; `lead` for `shape`, and `leads` for each array.
+      lead, leads: sizes of the axes before a row's axes, for `shape` and for each array.
       spans_row: for each array, whether it has all elements of a row.
     """
 

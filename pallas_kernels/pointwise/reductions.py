@@ -26,13 +26,11 @@ from pallas_kernels.pointwise.elementwise import (
 )
 
 _WANTED_PROGRAMS = 2048
-"""CTAs to aim for: several per multiprocessor. More CTAs were slower for sums along columns:
-docs/lab/2026-11-21-pointwise.md."""
+"""CTAs to aim for. More were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum elements of a vector per thread. A thread adds up its elements along a row, and keeps one sum per element
-along columns. Not tuned."""
+"""Maximum elements of a vector per thread. Along columns, a thread keeps one sum per element. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes. `elementwise.py` has the reason."""
+"""Maximum elements per thread with mixed dtypes, as in `elementwise.py`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +51,8 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads, after its axes have been transposed to `order`.
-      axis, along_columns: if `along_columns`, the kernel sums over `axis`, else over `axis` and all later axes.
+      shape: shape of the data that the kernel reads, with the axes in the order `order`.
+      axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
       order: order of the axes, or None if they are not transposed.
       columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row to at least
         `LANES` elements.
@@ -83,7 +81,7 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short. The kept axes become the columns of a matrix, padded with zeros to a vector.
+        # All axes are short. The kept axes become the columns of a matrix, padded to a vector.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
@@ -111,11 +109,11 @@ class _Walk:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """The sums that a kernel computes. There are `count * blocks` sums, each over `steps` vectors of `length` elements.
+    """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, `blocks` is 1, the steps are the vectors of a row, and a sum is one
-    element. Along columns, the data is a stack of `count` matrices, with `blocks` blocks of columns each. Each step
-    adds a vector from the next row of the matrix, and a sum is a vector.
+    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data is a
+    stack of `count` matrices, with `blocks` blocks of columns each. Each step adds a vector from the next row of the
+    matrix, and a sum is a vector.
     """
 
     rows: Rows
@@ -130,8 +128,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the index of the row that a step reads, and the index in this row of the vector's first element. Along
-        columns, the last two blocks may overlap."""
+        """Return the row that a step reads, and the index in this row of the vector's first element. Along columns, the
+        last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -215,12 +213,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return one array per output of the formula, with its sums over `walk.axis`. The axes after `walk.axis` must have
-    enough elements together for one vector."""
+    """Return the sums over `walk.axis`. The axes after it must have enough elements for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # If the last vector overlaps the vector before it, its first elements are dropped.
+    # Elements of the last vector that overlap the vector before it are dropped.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]

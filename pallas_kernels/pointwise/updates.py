@@ -1,7 +1,7 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in several lists, such as parameters, moments, and gradients. The i-th arrays of all lists belong together.
-A CTA computes one block of the i-th arrays. It finds i by comparing its index with the index of each array's first CTA.
+Arrays come in several lists, such as parameters, moments, and gradients. A CTA computes one block of the i-th arrays of
+all lists. It finds i by comparing its index with the index of each array's first CTA.
 """
 
 import dataclasses
@@ -24,23 +24,22 @@ _ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
 """Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 elements per list would take
-most of a thread's registers. Not tuned."""
+most registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Average elements per array up to which the kernel is used. It was faster than XLA with 128,000 elements, but not with
-1,024,000: docs/lab/2026-11-23-lenet.md."""
+"""Maximum average elements per array. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
+docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum arrays of each list per launch. The compile time grows faster than this number. Not tuned."""
+"""Maximum arrays of each list per launch, because the compile time grows faster than this number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""Supported dtypes. The kernel computes in float32."""
 
 Arrays = Sequence[Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Number of consecutive accesses of each thread to an array."""
+    """Consecutive accesses of each thread to an array."""
 
     accesses: int = 1
 
@@ -58,8 +57,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # If results are not in place, XLA copies every array in a training loop, with one launch per array. XLA is faster
-    # for large arrays, because it can fuse the update with the computation of the gradient.
+    # Unless results are in place, XLA copies every array in a training loop, one launch per array. For large arrays,
+    # XLA is faster, because it can fuse the update with the computation of the gradient.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -83,8 +82,8 @@ def updates(
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
       scalars: `(n,)`, float32.
-      changed: lists of arrays that the results replace, each list of one dtype. The i-th arrays of all lists have the
-        same shape, which may be () or have a size of 0.
+      changed: lists of arrays to replace, each list of one dtype. The i-th arrays of all lists have the same shape,
+        which may be () or have a size of 0.
       constant: lists of arrays that are only read.
     """
     new = [list(arrays) for arrays in changed]
@@ -98,7 +97,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """Compute `updates` in one launch. No array may be empty."""
+    """Compute `updates` in one launch, for arrays that are not empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat_changed, flat_constant = (

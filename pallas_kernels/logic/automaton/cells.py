@@ -15,8 +15,7 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 class _StateElements(NamedTuple):
     """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows of shared
-    memory, and `place` in the state. `valid` is False for elements that do not exist, whose indices point to an unused
-    element."""
+    memory, and `place` in the state. Where `valid` is False, the indices point to an unused element."""
 
     row: Array
     column: Array
@@ -27,11 +26,10 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a CTA's group of cells. The slice has `count` cells, and its rows of shared memory have one column per
-    cell.
+    """A slice of a CTA's group of cells, with `count` cells. Its rows of shared memory have one column per cell.
 
-    `first_of_group` is the index of the group's first cell. `slices` has the rows of all slices of the group, and
-    `number` is the index of this slice.
+    `first_of_group` is the index of the group's first cell. `slices` has the rows of the group's slices, and `number`
+    is the index of this slice.
     """
 
     plan: Plan
@@ -75,8 +73,8 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return two arrays `(lanes, count)` for a part of the inputs' rows: each input's index in the state, and
-        whether the input exists."""
+        """Return two arrays `(lanes, count)` for a part of the inputs' rows: indices in the state, and whether these
+        exist."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -100,7 +98,7 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells, which `load` reads from the state, and `write` writes to shared memory."""
+    """The neighborhoods of a group of cells, read from the state and written to shared memory."""
 
     team: Team
     state: Any
@@ -135,11 +133,9 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells.
-
-    `load` reads dkept and dseen. `write` adds them as `tick_backward` describes. It writes the sums to shared memory
-    for cells that fire, and to `dkept_out` for other cells.
-    """
+    """The gradients with respect to the next state of a group of cells, the sums of dkept and dseen that
+    `tick_backward` describes. `write` writes them to shared memory for cells that fire, and to `dkept_out` for
+    others."""
 
     team: Team
     fires: Any
@@ -160,8 +156,7 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """For each of the nine cells that see an element, yield the element's index in dseen, and whether the cell
-        exists."""
+        """Yield, for each of the nine cells that see an element, its index in dseen, and whether the cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
@@ -186,5 +181,5 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Gather the elements of `ref` at `places`. Where `valid` is false, the result is arbitrary."""
+    """Gather the elements of `ref` at `places`. The result is arbitrary where `valid` is false."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -17,35 +17,35 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice of a group. Each slice has separate rows in shared memory, with one float32 per cell. A row of four
-is a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer different banks."""
+"""Cells per slice of a group. Each slice has its own rows of shared memory, with one float32 per cell. A row of four is
+a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the cells per group. A third slice's rows would not fit in shared memory. Groups of fewer than four
-cells were slower: docs/lab/2026-11-22-automata.md."""
+"""Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
+docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
-"""Estimated latency per group of cells, as the number of cells that could be computed in this time. Not tuned."""
+"""Estimated latency per group, in cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
 """Maximum warpgroups per CTA. One warpgroup was slower on large grids: docs/lab/2026-11-22-automata.md."""
 _TOTAL_REGISTERS = 96
-"""Maximum registers per thread for the sums of the coefficients' gradients. Not tuned."""
+"""Maximum registers per thread for sums of the coefficients' gradients. Not tuned."""
 _FORWARD_PROGRAMS = 2
 """Maximum CTAs of the forward per multiprocessor. More were no faster: docs/lab/2026-11-23-automata-kernels.md."""
 _RESERVED_BYTES = 2048
-"""Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer bytes. Not tuned."""
+"""Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum consumers per input or gate, because the code that sums their gradients is unrolled. Not tuned."""
+"""Maximum consumers per input or gate, whose gradients unrolled code sums. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Division of a tick (time step) among CTAs and warpgroups.
+    """Division of a tick among CTAs and warpgroups.
 
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
       programs: number of CTAs.
       lanes: maximum lanes that one warpgroup computes per step.
       lookahead: number of steps by which wires and coefficients are fetched ahead.
-      totals_in_registers: whether a CTA sums the coefficients' gradients in registers, instead of in device memory.
+      totals_in_registers: whether sums of the coefficients' gradients are in registers, instead of in device memory.
     """
 
     cells: int
@@ -77,7 +77,7 @@ def unsupported(*arrays: Array, plan: Plan) -> str | None:
 
 
 def heuristic(*arrays: Array, plan: Plan) -> Config | None:
-    """Return the config of the backward. `forward_heuristic` uses the same number of cells per group."""
+    """Return the config of the backward. The forward uses the same number of cells per group."""
     multiprocessors = device.target().multiprocessors
 
     def groups(cells):
@@ -87,8 +87,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # Each CTA has one group, so it cannot fetch its first wires during an earlier group. These lanes and lookahead
-        # were the fastest in docs/lab/2026-11-22-automata.md.
+        # A single group cannot fetch its first wires during an earlier group. These lanes and lookahead were the
+        # fastest in docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
@@ -109,7 +109,7 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 def _simulable(config: Config) -> Config:
     """Return `config`, but in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter
-    as an access to all rows. With several warpgroups, it would report data races that do not exist."""
+    as an access to all rows, and would report data races between warpgroups that do not exist."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

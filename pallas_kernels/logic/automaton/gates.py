@@ -41,7 +41,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, one lane per gate. `wires` packs the row numbers of a and b into one integer."""
+    """Operands of a part's gates, one lane per gate. An integer of `wires` packs the row numbers of a and b."""
 
     wires: Array
     coefficients: Array
@@ -80,15 +80,15 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # All reads come before the first write. The compiler does not know that they access different rows, so it would
-        # not move reads.
+        # The compiler does not know that reads and writes access different rows, and would not move reads before
+        # writes.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
 
 class _GatesBackward(NamedTuple):
     """Operands of the backward of a part's gates. `total` has the sums of dc in device memory, or is None. `consumers`
-    has the rows to which the gates' consumers write gradients, two row numbers per integer."""
+    has the rows to which consumers write gradients, two row numbers per integer."""
 
     gates: _Gates
     total: Array | None
@@ -101,7 +101,7 @@ class Backward:
 
     Attributes:
       consumers: array with the tables of `Plan.consumers`.
-      sums: sums of dc in registers, one block for each of `_parts`; None if the sums are in device memory.
+      sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
       previous_total, total: sums of dc in device memory, before and after this group of cells.
       dseen: gradients with respect to the automaton's inputs.
     """
@@ -117,8 +117,8 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the barrier that ends the previous step. The last layer cannot read its inputs before
-            # this barrier, because the previous step writes them.
+            # `read` runs before the barrier that ends the previous step, but that step writes the inputs of the last
+            # layer.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -143,8 +143,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices of the cells for which this warpgroup computes the gradients of a part's gates. Warpgroups
-        divide the slices among each other only if the sums of dc are in registers."""
+        """Return the slices for which this warpgroup computes the gradients of a part's gates. Warpgroups divide the
+        slices only if the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -186,8 +186,8 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Sum the gradients with respect to perception's inputs over perception's kernels. `firsts[0]` has, for each
-        lane, the number of the row with the first kernel's gradient."""
+        """Sum the gradients with respect to perception's inputs over kernels. `firsts[0]` has each lane's row with the
+        first kernel's gradient."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -222,8 +222,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc in registers. If the warpgroups
-    divide the slices of a part, the second warpgroup passes its sums to the first warpgroup through shared memory."""
+    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc in registers. If warpgroups divide
+    the slices of a part, the second one passes its sums through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

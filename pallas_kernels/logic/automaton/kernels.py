@@ -36,10 +36,9 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     """Return the next state. It is clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, for the lanes of all layers. Lanes with equal
-        coefficients share one row. The rows of lanes without a gate are zero.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. The lane's gate reads the rows a and b of shared
-        memory, numbered as in `plan.forward_layers`.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, layer by layer. Lanes with equal coefficients share one
+        row. The rows of lanes without a gate are zero.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, with the rows a and b of `plan.forward_layers`.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
@@ -104,18 +103,18 @@ def tick_backward(
 ) -> tuple[Array, Array, Array]:
     """Return (dseen, dkept, total). dseen is the gradient with respect to the states of the nine cells that each cell
     sees. dkept is the gradient with respect to the states that cells keep if they do not fire. total has the gradients
-    with respect to the coefficients, as one sum per CTA and lane.
+    with respect to the coefficients, one sum per CTA and lane.
 
     The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
-    state is the cell's dkept plus the cell's gradients in the dseen of the nine cells that see it.
+    state is its dkept plus its gradients in the dseen of the nine cells that see it.
 
     Args:
       coefficients, state, fires: as in `tick`.
-      wires: as in `tick`, but with rows numbered as in `plan.layers`.
+      wires: as in `tick`, but with the rows of `plan.layers`.
       consumers: int32, the tables of `Plan.consumers`.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, sums of later ticks per CTA and lane. The result includes this tick.
+      total: `(programs, plan.gates, 4)` float32, the sums of later ticks. The result includes this tick.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -141,7 +140,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # If a CTA has several groups of cells, each group adds its sums to `total_out`. `total_in` is first copied there.
+    # Each of several groups adds its sums to `total_out`, to which `total_in` is first copied.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:
@@ -166,9 +165,9 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute the steps for each of a CTA's groups of cells, and return the last `carry`. `steps(slices, carry)` takes
-    a group's slices, and returns the steps. `carry` is None or a list that the steps change in place. The objects
-    `loads` fetch the next group's data during a group's last steps."""
+    """Compute the steps for each of a CTA's groups of cells, and return the last `carry`, None or a list that the steps
+    change in place. `steps(slices, carry)` returns a group's steps. During a group's last steps, the objects `loads`
+    fetch the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):
@@ -184,7 +183,7 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
                 Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
             ]
         fetched = team.run(of_group, fetched, is_repeated=groups > 1)
-        team.meet()  # The next group reads rows that this group wrote, and writes rows that this group read.
+        team.meet()  # The next group reads this group's writes, and writes over its reads.
         return carry, fetched
 
     fetched = team.first_fetches(list(steps(slices_of(0), carry)))

@@ -1,15 +1,15 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
-An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, which
-are called kernels in this folder. Each of these kernels is evaluated once per channel.
+An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
+called kernels. Each is evaluated once per channel.
 
 A row has one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order (position
-in the neighborhood, channel). The rows of the gates follow, layer by layer, with perception's gates in the order (gate,
-kernel, channel). Every layer is padded to a multiple of a warpgroup's threads.
+in the neighborhood, channel). The gates follow layer by layer, perception's in the order (gate, kernel, channel). Every
+layer is padded to a multiple of a warpgroup's threads.
 
-In the forward, a layer's rows are reused as soon as no later step reads them. In the backward, gradients reuse the rows
-of layers whose backward is finished. The consumers of a row are the gates that read it. Each consumer writes its
-gradient with respect to the row to a separate row, and tables list these separate rows.
+The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
+layers whose backward is finished. Each gate that reads a row, a consumer of the row, writes its gradient with respect
+to the row to a separate row, and tables list these separate rows.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Layer:
 
     Attributes:
       lanes: rows, one per lane, a multiple of a warpgroup's threads.
-      count: rows with a gate or an input. The other rows are padding.
+      count: rows with a gate or an input. The others are padding.
       max_consumers: most consumers of any of these rows.
       copies: number of consecutive lanes with equal coefficients.
     """
@@ -59,9 +59,9 @@ class Plan:
       kernels: number of perception's kernels.
       perception: gates per kernel in each layer of perception.
       update: gates in each layer of the update.
-      output_consumers: for each layer but the last, the most consumers of one of its outputs.
-      neighbour_consumers: most consumers of one input in perception's first layer.
-      centre_consumers: most consumers of one input from the center cell in the update's first layer.
+      output_consumers: for each layer but the last, the most consumers of an output.
+      neighbour_consumers: most consumers of an input in perception's first layer.
+      centre_consumers: most consumers of an input from the center cell in the update's first layer.
     """
 
     batch: int
@@ -96,7 +96,6 @@ class Plan:
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Perception's layers, with one row per gate, kernel, and channel, followed by the update's layers."""
         counts = [gates * self.kernels * self.channels for gates in self.perception] + [*self.update]
         copies = [self.channels] * len(self.perception) + [1] * len(self.update)
         lanes = [padded_lanes(count) for count in counts]
@@ -105,12 +104,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row in the array of coefficients, and then the number of rows of this array."""
+        """Index of each layer's first row in the array of coefficients, and then this array's length."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among the lanes of all layers, and then the number of these lanes."""
+        """Index of each layer's first lane among the lanes of all layers, and then their number."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -139,12 +138,11 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """The rows to which gradients are written: rows of layers whose backward is finished, and a few rows after the
-        last layer."""
+        """Rows for gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
-            # Other threads still read the inputs of the layer's gates, and the gradients that its consumers wrote.
+            # Other threads still read the layer's inputs, and the gradients that its consumers wrote.
             taken = [(0, layer.first)] + [(firsts[k], ends[k]) for k in (i + 1, first_update) if k in firsts]
             firsts[i] = _gap(taken, 2 * layer.lanes)
             ends[i] = firsts[i] + 2 * layer.lanes
@@ -158,8 +156,7 @@ class Plan:
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The positions of all tables of row numbers in one array: first one table per layer, then the table of the
-        inputs, then `kernel_sums`."""
+        """The positions of all tables of row numbers in one array."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -173,8 +170,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with `consumers` row numbers per lane, two row numbers per integer. It has `(pairs, lanes)` integers,
-    which begin at index `first` of a longer array."""
+    """`consumers` row numbers per lane, two per integer: `(pairs, lanes)` integers from index `first` of a longer
+    array."""
 
     first: int
     consumers: int
@@ -186,12 +183,9 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients. The
-    consumers are the gates that read the row.
-
-    `kernel_sums` is used for sums over perception's kernels. It lists only the first kernel's row, because the other
-    kernels' rows follow at distances of `channels` rows.
-    """
+    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers, the gates that read
+    it, write gradients. `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The other
+    kernels' rows follow at distances of `channels` rows."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -203,9 +197,8 @@ class GradientRows:
     """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the first of the rows to which its gates write gradients, first for inputs a, then for
-        inputs b. These rows are reused after the backward of the layer before has read them, except in the update's
-        first layer.
+      firsts: for each layer, the first row of its gates' gradients, first for inputs a, then for inputs b. Except in
+        the update's first layer, these rows are reused after the backward of the layer before has read them.
       kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
         in the order (a or b, gate, channel).
       outputs: rows for the gradients with respect to the outputs of the last layer.
@@ -221,7 +214,7 @@ class GradientRows:
 
 
 def _gap(taken, size):
-    """Return the first row of the lowest range of `size` rows that overlaps no range `(first, end)` in `taken`."""
+    """Return the first row of the lowest `size` rows that overlap no range `(first, end)` in `taken`."""
     gap = 0
     for first, end in sorted(taken):
         if gap + size <= first:

@@ -1,7 +1,7 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
 The lanes of a layer are divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes
-a list of steps, one per part, and fetches a step's operands from device memory a few steps earlier.
+one step per part, and fetches a step's operands from device memory a few steps earlier.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Part:
 
     Attributes:
       first, offset: the part's first row in shared memory, and first lane within the layer.
-      is_alone: whether too few lanes are left to give each warpgroup a part. Then one warpgroup computes the part, or
-        each warpgroup computes it for one slice of the cells.
+      is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes the part, or each
+        computes it for one slice of the cells.
       is_last: whether this is the warpgroup's last part of the layer.
     """
 
@@ -41,7 +41,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The computation of some lanes of a layer.
+    """The computation of one part of a layer.
 
     Attributes:
       fetch: returns the operands from device memory.
@@ -59,7 +59,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The division of work among the warpgroups of a CTA, from the view of the warpgroup with index `warpgroup`."""
+    """The division of work among the warpgroups of a CTA, seen from the warpgroup with index `warpgroup`."""
 
     config: Config
     warpgroup: Any
@@ -67,8 +67,8 @@ class Team:
 
     def parts(self, layer):
         warpgroups, done = self.config.warpgroups, 0
-        # The mask tells the compiler that the index is small. Instructions can then encode constant offsets in
-        # addresses, which halves the registers.
+        # The mask tells the compiler that the index is small, so that addresses can encode constant offsets. This
+        # halves the registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -78,7 +78,7 @@ class Team:
             yield Part(layer.first + offset, offset, lanes, is_alone=not shares, is_last=done == layer.lanes)
 
     def shares_slices(self, part, slices):
-        """Whether each warpgroup computes the part for a different slice, where `slices` is the number of slices."""
+        """Whether each warpgroup computes the part for a different one of the `slices` slices."""
         return part.is_alone and 1 < slices == self.config.warpgroups
 
     def own(self, part, slices):
@@ -93,8 +93,8 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. If the part `is_alone`, only the first warpgroup calls the function, and the other
-        warpgroups return `otherwise`."""
+        """Return `function()`. For a part that `is_alone`, warpgroups other than the first return `otherwise`
+        instead."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -105,8 +105,7 @@ class Team:
 
     def run(self, steps, fetched, is_repeated):
         """Compute the steps, and fetch the operands of each step `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If the steps are repeated, return the next repetition's first operands, else an
-        empty list."""
+        operands of the first steps. If the steps are repeated, return the next repetition's first operands."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
