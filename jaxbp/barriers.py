@@ -1,8 +1,7 @@
 """Optimization barriers that XLA's compiler for the CPU keeps.
 
-A barrier prevents XLA from merging, moving, or repeating computations. It affects time and memory, not results. Before
-jaxlib 0.11.1, XLA's CPU compiler removes every barrier before it optimizes. For these versions, a function call
-replaces the barrier. The attribute `inlineable` keeps XLA from inlining this call.
+A barrier prevents XLA from merging, moving, or repeating computations. Before jaxlib 0.11.1, XLA's CPU compiler removes
+every barrier before it optimizes. There, a function call that XLA must not inline (`inlineable`) replaces the barrier.
 """
 
 import functools
@@ -27,7 +26,7 @@ def on_cpu(arrays: Any) -> Any:
 
 
 def checkpoint(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `jax.checkpoint(f)`, and make sure that XLA keeps the recomputation of f in the backward pass."""
+    """Return `jax.checkpoint(f)`, and make sure that XLA keeps the recomputation of f."""
     return _not_inlined(jax.checkpoint(f)) if _needs_calls() else jax.checkpoint(f)
 
 
@@ -36,7 +35,7 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that computes f(x). XLA inlines neither this function nor its derivatives."""
+    """Return a function that computes f(x). XLA inlines neither it nor its derivatives."""
 
     @jax.jit
     def inner(x):

@@ -1,9 +1,8 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
-The backward of `state = step(state, t)` needs the state before each step, last step first. The policy "logarithmic"
-(see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and keeps the states before
-about log2(n) segments. Binomial checkpointing selects these segments. With s kept states and at most r recomputations
-per segment, it reverses up to binomial(s + r, s) segments, the most possible.
+The policy "logarithmic" (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and
+keeps the states before about log2(n) segments, which binomial checkpointing selects. With s kept states and at most r
+recomputations per segment, it reverses up to binomial(s + r, s) segments, the most possible.
 
 Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
@@ -54,11 +53,10 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the last state, and the states kept for `reverse_scan`. Step t, from 0 to `steps - 1`, computes
-    `state = step(state, t)`.
+    """Return the last state, and the states kept for `reverse_scan`. Step t computes `state = step(state, t)`.
 
-    The policy `memory`, any except "all", selects the kept states. `unroll` is the number of steps in the body of a
-    compiled loop. `keep` takes a state and returns the part that `reverse_scan` needs.
+    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` takes a
+    state and returns the part that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -142,8 +140,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Run the backward of `length` steps, and return the new carry. The first of these steps is `start`, and `state` is
-    the state before it."""
+    """Return the carry after the backward of `length` steps from step `start`, before which the state is `state`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -171,10 +168,10 @@ class _Schedule:
     states from there to its segment.
 
     Attributes:
-      slots: the number of slots, each of which keeps one state. An extra slot receives the states that are not kept.
-      first_slots: for each segment, the slot to which the forward writes the state before the segment.
-      visits: four arrays `(n,)`. Three have each visit's segment, the slot from which it fetches a state, and the
-        segment that begins with this state. The last has the index of the visit's first entry in `slots_on_the_way`.
+      slots: the number of slots for one state each. An extra slot receives the states that are not kept.
+      first_slots: for each segment, the slot to which the forward writes the state before it.
+      visits: four arrays `(n,)`: each visit's segment, the slot from which it fetches a state, the segment that begins
+        with this state, and the index of the visit's first entry in `slots_on_the_way`.
       slots_on_the_way: for each segment that a visit recomputes, the slot to which it writes the state before the
         segment.
     """
@@ -192,13 +189,13 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward keeps the states that the first visit would keep, so this visit starts from the last of these states.
+    # The forward keeps the states that the first visit would keep. This visit starts from the last of them.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # A visit does not store the state before its segment, because a slot has it, or no later visit needs it.
+        # The state before the visit's segment is already in a slot, or no later visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
@@ -206,8 +203,8 @@ def _schedule(n: int) -> _Schedule:
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Return one visit `(segment, slot, start, stores)` per segment, for n segments, last segment first.
 
-    A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
-    `stores` maps some of these segments to the slots that keep the states before them.
+    A visit fetches the state before the segment `start` from the slot. While it recomputes the segments up to
+    `segment`, it writes the states before the segments in `stores` to the slots that `stores` names.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -215,7 +212,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     def visit(low, high, depth, repeats, fetched, stores):
         """Append visits of the segments in [low, high) to `visits`. Slot `depth` has the state before segment `low`."""
         while high - low > 1 and depth + 1 < slots:
-            # The number of segments that the remaining slots can reverse with this many repeats.
+            # The remaining slots can reverse this many segments with this many repeats.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
             middle = high - right
             visit(middle, high, depth + 1, repeats, fetched, stores | {middle: depth + 1})
@@ -271,7 +268,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Return the composition of the layers. It halves them recursively, with each first half under `jax.checkpoint`."""
+    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2
@@ -291,7 +288,8 @@ def checkpointed_scan(
     *,
     memory: Memory = "logarithmic",
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory.
+    """`jax.lax.scan(f, init, xs, length, reverse)`, with gradients that need less memory, also for arrays that f closes
+    over.
 
     The policy `memory` decides before which steps the carry is kept for the gradient. The other carries are recomputed.
     For T steps with a carry of c bytes, a gradient needs the intermediate results of one step, and::
@@ -301,8 +299,6 @@ def checkpointed_scan(
         "states"       before every step                  T c                             once
         k              before every k-th step             (T / k + k) c, least for k = √T twice
         "logarithmic"  before about log2(T) of the steps  about 2 log2(T) c               about log2(T) / 2 times
-
-    Arrays that f closes over have gradients, too.
 
     Raises:
       ValueError: the policy is unknown; xs has an array without axes; or xs and length do not determine one number of
@@ -372,7 +368,7 @@ def _checkpointed(f, steps, reverse, memory):
 
 
 def _vjp(function: Callable, *arguments: Any) -> Callable[[Any], tuple]:
-    """Return the pullback of `jax.vjp`. Cotangents of dtype float0, which `lax.scan` cannot carry, are None."""
+    """Return the pullback of `jax.vjp`, with None for cotangents of dtype float0, which `lax.scan` cannot carry."""
     results, pullback = jax.vjp(function, *arguments)
 
     def floating_pullback(cotangents):

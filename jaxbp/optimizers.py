@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NAME = "fused_adamw"
 _MOMENTS = ("mu", "nu")
-"""The fields of Optax's Adam state with one array per parameter."""
+"""Fields of Optax's Adam state with one array per parameter."""
 
 
 class FusedOptimizer(NamedTuple):
@@ -132,7 +132,7 @@ def fused_adamw(
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
     """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` maps names to the hyperparameters that
-    are not arrays. The methods' argument `arrays` maps names to the hyperparameters that are arrays."""
+    are not arrays, and the methods' argument `arrays` to those that are."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -173,7 +173,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return a dict of the scalars whose values are known only when the step runs, such as the bias corrections."""
+        """Return a dict of the scalars that are known only when the step runs, such as the bias corrections."""
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -194,7 +194,7 @@ class _AdamW:
         m = (1 - value["b1"]) * g + value["b1"] * m
         v = (1 - value["b2"]) * (g * g) + value["b2"] * v
         v_hat = v / value["second"]
-        # Older versions of Mosaic GPU have a reciprocal square root, but no square root.
+        # Older versions of Mosaic GPU have no square root, only its reciprocal.
         root = jnp.where((v_hat > 0) & (v_hat < jnp.inf), v_hat * lax.rsqrt(v_hat), v_hat)
         u = (m / value["first"]) / (root + value["eps"])
         u = u + value["weight_decay"] * p if decays else u
@@ -219,8 +219,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """Group the parameters by weight decay and dtypes. For each group, yield whether its parameters decay, their
-    indices among the leaves, and the pair `([parameters, *moments], [gradients])` of lists of arrays."""
+    """For each group with equal weight decay and dtypes, yield whether its parameters decay, their indices among the
+    leaves, and the lists `([parameters, *moments], [gradients])`."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])

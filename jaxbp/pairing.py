@@ -35,7 +35,7 @@ class DefaultImplementation:
 
     Attributes:
       gpu: for GPUs that run the kernels.
-      older_gpu: for other GPUs, and wherever `gpu` is "pallas" but the kernel does not support the arguments or the
+      older_gpu: for other GPUs. It also replaces "pallas" in `gpu` if the kernel does not support the arguments or the
         mesh.
       elsewhere: for other platforms.
     """
@@ -50,8 +50,8 @@ def differentiable(
 ) -> Callable[P, R]:
     """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
 
-    `kernel` and `formula` take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of
-    a mesh runs the kernel on a part of the examples (see `jaxbp.sharding`).
+    Both take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of a mesh runs the
+    kernel on a part of the examples (see `jaxbp.sharding`).
     """
 
     @remembered
@@ -78,22 +78,22 @@ def differentiable(
 
 
 class Op(Generic[P, R]):
-    """A pure function with several implementations, among which the argument `implementation=` of a call selects one.
+    """A pure function with several implementations, among which a call selects one with `implementation=`.
 
     Args:
       name: the name in error messages and in compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable.
-        `implementation=None` calls the function under the key None, or if this key is missing, the implementation that
+        `implementation=None` calls the function under the key None. Without this key, it calls the implementation that
         `default` names.
-      unsupported: `(*arrays, **options) -> str | None`, which returns the reason why the kernel does not support the
-        arguments, or None if it does.
+      unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments, or
+        None.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
         `implementation=None` does not choose the kernel on a mesh.
       sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results get the sharding of this
         function's results. By default, JAX infers the sharding from the implementation "autodiff".
-      jit: whether to compile the whole op when it is called outside of any transformation. Calls then take less time on
-        the host, and the functions receive tracers.
+      jit: whether to compile the whole op outside of any transformation. Calls then take less time on the host, and the
+        functions receive tracers.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Op(Generic[P, R]):
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
-        # JAX caches compiled functions by identity, so functions with bound options must be kept.
+        # JAX caches compiled functions by identity, so bound options must be kept.
         self._built = remembered(self._build)
         self._compiled = remembered(self._compile) if jit else None
         self._renamed: dict[str, Op[P, R]] = {}
@@ -137,7 +137,7 @@ class Op(Generic[P, R]):
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # After an error, `_run` below raises the same error without JAX's messages about tracing and hashing.
+            # After an error, `_run` below raises it again, without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled(implementation, Options(options))(*arrays)
         with _within(self.name):
@@ -163,13 +163,12 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return a function whose results have the sharding of the op's results, or None if JAX infers the sharding."""
+        """Return a function whose results have the sharding of the op's results, or None if JAX infers it."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
 
     def _by_platform(self, arrays: tuple, options: Mapping[str, Any]) -> Any:
-        """Run the default implementation of the platform for which JAX lowers the program."""
         default = self.default(*arrays, **options) if callable(self.default) else self.default
         gpu, older_gpu, elsewhere = map(self._available, (default.gpu, default.older_gpu, default.elsewhere))
         if gpu == "pallas" and not (
@@ -210,14 +209,14 @@ class Op(Generic[P, R]):
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
-        """Return the op with the given name in error messages. Calls with equal names return the same object."""
+        """Return the op with this name in error messages. Calls with equal names return the same object."""
         if name not in self._renamed:
             maker, arguments = self._made_of
             self._renamed[name] = _made_again(type(self), maker, arguments | {"name": name})
         return self._renamed[name]
 
     def __reduce__(self):
-        # Only the constructor's arguments are pickled. Functions among them must be at the top level of a module.
+        # Functions among the constructor's arguments must be at the top level of a module.
         return _made_again, (type(self), *self._made_of)
 
     def __repr__(self) -> str:
@@ -270,16 +269,16 @@ class Pair(Op[P, R]):
         "xla" is a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one
         gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
         or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
-      save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. By default,
-        it saves the arguments. A kernel that it calls must be `differentiable`. `saved` is a tuple of pytrees. Arrays
-        in it that are not arguments get the op's name, for the policies of `jax.checkpoint`.
+      save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
+        tuple of pytrees, by default the arguments. Arrays in it that are not arguments get the op's name, for the
+        policies of `jax.checkpoint`. A kernel that `save` calls must be `differentiable`.
       residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
         the residuals.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. If so, calls pass the shape of this array as the option
         `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
-        arrays of the set, except for a constant term. `jax.linear_transpose` then works for the arrays of each set.
+        arrays of the set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
       default_vjp: the default implementations of `vjp`, or a function of `(dy, *arrays)`. If omitted, `default` holds.
@@ -331,7 +330,7 @@ class Pair(Op[P, R]):
             for key, rule in backward.implementations.items()
             if key in saves and key != "autodiff"
         }
-        # Under the key None, `save` runs the fastest forward. Calls without a gradient therefore use `save`, too.
+        # Calls without a gradient also use `save` under the key None, where it runs the fastest forward.
         forwards = {
             key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
@@ -406,7 +405,7 @@ class Pair(Op[P, R]):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient of `linear`, a linear function of an array of shape `shape`. JAX differentiates it at 0."""
+    """Return the gradient of `linear`, a linear function of an array of shape `shape`."""
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -430,13 +429,13 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Return the result and the arguments of `forward`. With `forward` bound by `functools.partial`, this function is
-    the argument `save` of a `Pair` whose backward needs only the arguments."""
+    """Return the result and the arguments of `forward`. Bound to a forward, this function is the argument `save` of a
+    `Pair` whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arrays. This function is the argument `residuals` of a `Pair` whose `save` is `saving_arguments`."""
+    """Return the arrays: the argument `residuals` of a `Pair` whose `save` is `saving_arguments`."""
     return arrays
 
 
@@ -449,8 +448,8 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Return y and `saved`. Each array in `saved` that is not an argument gets the op's name (`checkpoint_name`). If
-    the same array is in y, it gets the name there, too."""
+    """Return y and `saved`. Arrays in `saved` that are not arguments get the op's name (`checkpoint_name`), in y,
+    too."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

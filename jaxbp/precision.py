@@ -1,9 +1,8 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling.
 
-Many gradients are so small that they lose digits or become zero in float16. Therefore, the loss is multiplied by a
-scale, and its gradients are divided by the scale in float32 (`docs/mixed_precision.md`).
-
-All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
+Many gradients are so small that they lose digits or become zero in float16. The loss is therefore multiplied by a
+scale, and its gradients are divided by the scale in float32 (`docs/mixed_precision.md`). All functions except
+`LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -124,7 +123,7 @@ def _is_float(a):
 class LossScale:
     """The scale of the loss, a pytree made by `create` or `static`.
 
-    A step is finite if its loss and all its gradients are finite. Other steps should be skipped (`where_finite`).
+    A step is finite if its loss and all its gradients are finite. Skip other steps with `where_finite`.
 
     Attributes:
       finite_steps: the number of finite steps since the scale last changed.
@@ -150,9 +149,8 @@ class LossScale:
         interval: int = 2000,
         minimum: float = 1.0,
     ) -> "LossScale":
-        """Return a dynamic scale.
-
-        A scale that is a power of two changes no digits of a gradient, unless the gradient overflows or is subnormal.
+        """Return a dynamic scale. A power of two changes no digits of a gradient, unless the gradient overflows or is
+        subnormal.
 
         Raises:
           ValueError: a number is not finite, or not in its range: `initial >= minimum > 0`, `growth >= 1`,
@@ -230,7 +228,7 @@ class LossScale:
         """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
 
         Raises:
-          FloatingPointError: all these steps were skipped. A dynamic scale is then at its minimum, and not the cause.
+          FloatingPointError: all these steps were skipped. The cause is then not the scale.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:

@@ -15,11 +15,8 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments of a function with a `custom_vjp` unchanged, but make forward mode raise an error.
-
-    The tangents pass through a linear identity. Reverse mode only transposes the identity. Forward mode evaluates it,
-    which raises an error that names the op.
-    """
+    """Return the arguments of a function with a `custom_vjp`, whose tangents pass through a linear identity. Reverse
+    mode transposes the identity. Forward mode evaluates it, which raises an error that names the op."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 
@@ -69,10 +66,8 @@ ad.primitive_transposes[_tangents_p] = _transposed
 
 
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
-    """Return `function(x)` for a linear function whose gradient is `transposed(dy)`.
-
-    Unlike `jax.custom_derivatives.linear_call`, it has derivatives of all orders, in both modes, also under `vmap`.
-    """
+    """Return `function(x)` for a linear function whose gradient is `transposed(dy)`, with derivatives of all orders, in
+    both modes, also under `vmap`, unlike `jax.custom_derivatives.linear_call`."""
     if not isinstance(x, jax.core.Tracer):
         return function(x)
     (result,) = _linear_call_p.bind(x, program=jax.make_jaxpr(function)(x), function=function, transposed=transposed)
@@ -115,10 +110,7 @@ def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
     """Return `function(*arrays)` for a function with a hand-written backward, and support `jax.linear_transpose`.
-
-    `linear_in` is as in `Pair`. The transpose is the gradient at zero, because a linear function has the same gradient
-    everywhere.
-    """
+    `linear_in` is as in `Pair`. The transpose is the gradient at zero, as for any linear function."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))
@@ -149,7 +141,7 @@ _transposable_p.to_lojax = _evaluated
 
 
 def _of_some(function, arrays, indices):
-    """Return a function of the arrays at `indices`. It passes all arrays to `function`, and the others are constant."""
+    """Return `function` of only the arrays at `indices`. The other arrays are constant."""
 
     def of_some(*some):
         replaced = dict(zip(indices, some, strict=True))

@@ -1,8 +1,8 @@
 """Ops on arrays that lie on a mesh of devices.
 
 XLA partitions formulas in jnp over the devices, but would run a kernel on every device with all examples. A kernel
-therefore declares the batch axes of its arrays, so that each device gets a part of the examples. Results without a
-batch axis, such as the gradients of parameters, are summed over the devices.
+therefore declares the batch axes of its arrays, and each device gets a part of the examples. Results without a batch
+axis, such as the gradients of parameters, are summed over the devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Axes:
     """Batch axes of the arguments of a kernel.
 
     Attributes:
-      of: maps the position of an argument with a batch axis to this axis, or to a sequence with one axis per leaf.
+      of: maps the position of an argument to its batch axis, or to a sequence with one axis per leaf of a pytree.
       multiple_of: a number that must divide the number of examples per device.
     """
 
@@ -43,13 +43,13 @@ BatchAxes = Callable[..., Axes]
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
     """Return a function from a kernel's arrays to `Axes`. The batch axes are the leading axes of the arguments at
-    `places`. If the first of these arguments has at most `features` axes, there are no batch axes."""
+    `places`, unless the first of these arguments has at most `features` axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh on which the arrays lie, or None if they lie on one device. Within `jax.shard_map`, return None,
-    because each device has separate arrays."""
+    """Return the mesh on which the arrays lie, or None for one device. Within `jax.shard_map`, return None, because
+    each device has separate arrays."""
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:
@@ -67,9 +67,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
     """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
-
-    With explicit axes instead, the products in a hand-written backward might have to declare their sharding.
-    """
+    With explicit axes, the products in a hand-written backward might have to declare their sharding."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
     )
@@ -81,8 +79,8 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device, with the device's part of the examples. If the examples
-    cannot be divided evenly, every device gets all examples.
+    """Return a function that runs `kernel` on each device, with the device's part of the examples, or with all examples
+    if these cannot be divided evenly.
 
     Each result must have a batch axis or be a sum over the examples. The same function in jnp, `formula`, determines
     the shapes of the results.
@@ -109,8 +107,7 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """For each result of `formula`, return its batch axis, or None. The batch axis is the axis whose size changes if
-    the number of examples doubles."""
+    """Return the axis of each result of `formula` whose size changes if the number of examples doubles, or None."""
 
     def shapes(times):
         grown = []
@@ -138,10 +135,10 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. A separate `jax.jit` keeps the kernel's constants inside.
+    # A partitioned function must not have constants. `jax.jit` keeps the kernel's constants inside.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
-    # JAX has no `vmap` of partitioned functions, so the kernel is not partitioned under `vmap`.
+    # JAX has no `vmap` of partitioned functions.
     mapped = custom_vmap(call)
 
     @mapped.def_vmap
@@ -152,7 +149,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, traced and lowered without the mesh of explicit axes that `jax.set_mesh` may set."""
+    """Return `function(*arrays)`, lowered without the mesh of explicit axes that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():
@@ -185,8 +182,7 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes that shard the batch axis of the first argument with a batch axis. If the examples cannot be
-    divided evenly over these mesh axes, return ()."""
+    """Return the mesh axes that shard the batch axis, or () if the examples cannot be divided evenly over them."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -195,7 +191,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return a rule for Shardy by which all batch axes are sharded alike, and no other axis is sharded."""
+    """Return a rule for Shardy: all batch axes are sharded alike, and no other axis is sharded."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

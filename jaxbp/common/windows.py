@@ -23,8 +23,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of a pool on images of one size. `padding` has one pair (before, after) per axis, which includes the
-    padding of `ceil_mode`."""
+    """The windows of a pool. `padding` has one pair (before, after) per axis, including the padding of `ceil_mode`."""
 
     input_size: tuple[int, int]
     window: tuple[int, int]
@@ -79,7 +78,7 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Check `padding` and return it as (before, after) per axis. `window` is the size of a window with its dilation."""
+    """Check `padding` and return it as (before, after) per axis. `window` includes dilation."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:
@@ -154,15 +153,12 @@ def pool_windows(
 
 
 def unsupported(windows: Windows) -> str | None:
-    """Return why the kernels of pools do not support the windows, or None if they do."""
     return None if windows.dilation == (1, 1) else f"dilation={windows.dilation}"
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return the padding of one axis with `ceil_mode`. It is increased if the last window exceeds the padded input.
-
-    A window that would start in the padding after the input is left out. `reach` is the extent of a window.
-    """
+    """Return an axis's padding with `ceil_mode`, increased if the last window of extent `reach` exceeds the padded
+    input. A window that would start after the input is left out."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:
