@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops, when an op is traced. They raise a TypeError or a ValueError."""
+"""Checks of the arguments of ops. They raise a TypeError or a ValueError when an op is traced."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,19 @@ from jaxtyping import Bool, Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating argument. All arguments of this type in one signature have the same shape."""
+"""A floating argument. In one signature, all have the same shape."""
 Floats = Float[Array, "*shape"]
 """A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""A mask, True for included elements. It broadcasts to the array of these elements."""
+"""True for included elements. A mask broadcasts to the array of these elements."""
 Number = float | Float[AnyArray, ""]
-"""A static number, or an array that may be traced."""
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
-"""A key of `jax.random`, typed or raw."""
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Arguments
-    named in `optional` may be None."""
+    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Those named
+    in `optional` may be None."""
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
     for name, a in given.items():
@@ -43,7 +41,7 @@ def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> 
 
 
 def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
-    """Require that `a` has the shape `wanted`. "batch" stands for any size, any other string for any size except 0."""
+    """Require that `a` has the shape `wanted`, where "batch" is any size, and any other string any size except 0."""
     fits = len(a.shape) == len(wanted) and all(
         want == "batch" or size > 0 if isinstance(want, str) else size == want
         for size, want in zip(a.shape, wanted, strict=True)
@@ -56,7 +54,7 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 def scale_and_bias(
     op: str, x: Array, size: tuple[int, ...], scale: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Return scale and bias of shape `size`. A scale of None becomes ones, and a bias of None zeros, in x's dtype."""
+    """Return scale and bias of shape `size`. None becomes ones for scale, and zeros for bias."""
     for name, a in (("scale", scale), ("bias", bias)):
         if a is not None:
             shape(op, name, a, *size)
@@ -106,14 +104,12 @@ def is_number(value: Any) -> bool:
 
 
 def unsupported(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels of element-wise ops and reductions do not support the arrays, or None if they do."""
     if any(a.size >= 2**31 for a in jax.tree.leaves(arrays)):
         return "2^31 or more elements"
     return unsupported_dtype(*arrays)
 
 
 def unsupported_dtype(*arrays: Any, **options: Any) -> str | None:
-    """Return why the kernels do not support the arrays' dtypes, or None if they do."""
     for a in jax.tree.leaves(arrays):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.name not in KERNEL_DTYPES:
             return f"dtype {a.dtype}, only {', '.join(KERNEL_DTYPES)}"
@@ -129,11 +125,8 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as a boolean array, or None.
-
-    `where` must broadcast to the first of the `shapes` that has as many axes as `where`. If there is none, it must
-    broadcast to `shapes[0]`.
-    """
+    """Return `where` as a boolean array, or None. It must broadcast to the first of the `shapes` with as many axes as
+    `where`, or else to `shapes[0]`."""
     if where is None:
         return None
     where = array(op, "where", where)

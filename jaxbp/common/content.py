@@ -10,15 +10,16 @@ import numpy as np
 
 
 class ByContent:
-    """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, and other values by equality.
+    """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, so that `jax.jit` compiles once for
+    equal static arguments.
 
-    `jax.jit` then compiles once for equal static arguments. The hash is computed once, so the arrays must not change.
-    If one of an object's arrays is a tracer or lies partly on other hosts, the object is equal only to itself.
+    The hash is computed once, so the arrays must not change. An object with an array that is a tracer or lies partly on
+    other hosts is equal only to itself.
     """
 
     @functools.cached_property
     def _content(self) -> Any:
-        """Return a hashable value that determines the content, or None if an array is a tracer or on other hosts."""
+        """Return a hashable value that determines the content, or None if an array cannot be read."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         leaves, structure = jax.tree.flatten(fields)
         if not all(map(_is_concrete, leaves)):

@@ -15,16 +15,14 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even if
-    `a` is NaN there."""
+    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even
+    for NaN."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
 def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
-    """Return `a` with the elements where `where` is False set to -inf, so that a softmax over `axis` ignores them.
-
-    If `where` is False for all elements along `axis`, they become 0, because the softmax of only -inf is NaN.
-    """
+    """Return `a`, but -inf where `where` is False, so that a softmax over `axis` ignores these elements. If this
+    excludes all elements along `axis`, they become 0, because the softmax of only -inf is NaN."""
     if where is None:
         return a
     where = jnp.broadcast_to(where, a.shape)
@@ -33,26 +31,22 @@ def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> 
 
 def wide(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype in which elements of a floating dtype are summed: float32, or float64 for float64."""
-    # The promotion also takes place if `jax.numpy_dtype_promotion` is "strict".
+    # Promote also if `jax.numpy_dtype_promotion` is "strict".
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
-    """Return the mean of the included elements, in float32 or wider, and the rest, which is the mean's rounding error.
-
-    Deviations `(a - mean) - rest` keep their digits even if the elements of `a` are far from zero.
-    """
-    # `mean + rest` does not depend on the value of `mean`, so `mean` needs no gradient.
+    """Return the mean of the included elements, in float32 or wider, and its rounding error, the rest. Deviations
+    `(a - mean) - rest` keep their digits even far from zero."""
+    # `mean + rest` does not depend on `mean`, so `mean` needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)
 
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider.
-
-    The softmax `exp(a - largest) / total` is more accurate than `exp(a - logsumexp(a))`, because logsumexp is rounded.
-    """
+    """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider. `exp(a - largest) / total` is
+    more accurate than `exp(a - logsumexp(a))`, because logsumexp is rounded."""
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return largest, jnp.sum(jnp.exp(upcast(a) - largest), axis=axis, keepdims=True)
@@ -60,15 +54,15 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
     """Return `exp(a - largest)` and its sum, in float32 or wider, where `largest` is the largest element."""
-    # XLA compiles this code to one kernel. With a test of whether `largest` is finite, XLA would not.
+    # XLA compiles this to one kernel, but not with a test of whether `largest` is finite.
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)
     return e, jnp.sum(e, axis=axis, keepdims=True)
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores. In float32, they may unless `precision`, or JAX's default
-    precision if it is None, excludes TF32."""
+    """Return whether products may run on the tensor cores. Float32 may, unless `precision`, by default JAX's default
+    precision, excludes TF32."""
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

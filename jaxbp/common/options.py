@@ -35,8 +35,6 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build` with a cache of its recent results. `build` takes an `Options` object and returns a function.
-
-    JAX finds a cached trace by a function's identity, so equal options must give the same function object.
-    """
+    """Return `build`, a function from an `Options` object to a function, with a cache of its results. JAX finds cached
+    traces by a function's identity, so equal options must give the same function."""
     return functools.lru_cache(REMEMBERED)(build)

@@ -91,10 +91,7 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """`jaxbp.layer_norm` with its parameters, `scale (hidden,)`, which starts at one, and `bias`, which starts at zero.
-
-    `rngs` is unused.
-    """
+    """`jaxbp.layer_norm` with its parameters, `scale` of ones and `bias` of zeros, `(hidden,)`. `rngs` is unused."""
 
     def __init__(
         self,

@@ -23,9 +23,7 @@ Wiring = Callable[[int, int, int], Wires]
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
     """For each feature and each threshold t, return the bit `x > t` in x's dtype. The bits of a feature are adjacent.
-
-    If x is floating, the thresholds are rounded to x's dtype.
-    """
+    Thresholds are rounded to x's dtype if x is floating."""
     x = jnp.asarray(x)
     thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
     return (x[..., None] > thresholds).astype(x.dtype).reshape(*x.shape[:-1], -1)
@@ -43,7 +41,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates. The logits have the shape `(*shape, parameters)`, where `shape` is `(gates,)` or
+    """Base class of layers of gates, with logits `(*shape, parameters)`. `shape` is `(gates,)` or
     `(kernels, gates)`."""
 
     def __init__(

@@ -80,10 +80,8 @@ class LogicAutomaton(nnx.Module):
         memory: Memory = "states",
         hard: bool = False,
     ) -> Float[Array, "batch height width channels"]:
-        """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function.
-
-        Other arguments and errors are as in `jaxbp.automaton_rollout`.
-        """
+        """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function. Other
+        arguments and errors are as in `jaxbp.automaton_rollout`."""
         logits = jax.tree.map(self._hard, self.logits) if hard else self.logits
         return automaton_rollout(
             logits,
@@ -111,8 +109,8 @@ class LogicAutomaton(nnx.Module):
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates to `listed`. Input i of the layer is `sources[i]`. Return the gates' numbers,
-            `(gates, ...)`, as sources of the next layer."""
+            """Add a layer's gates, which read `sources[i]` as input i, to `listed`. Return their numbers,
+            `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

@@ -92,8 +92,7 @@ class LogicConvNetwork(nnx.Module):
 
     Args:
       shape: channels, height and width of the images of bits.
-      widths, classes, tau, wiring, seed: as in `LogicNetwork`, for the layers after the convolutions. The seed also
-        determines the wires of the convolutions.
+      widths, classes, tau, wiring, seed: as in `LogicNetwork`. The seed also determines the wires of the convolutions.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.
       options: as in `LogicLayer`.
 

@@ -15,11 +15,11 @@ IMAGE_SIZE = 28
 
 
 class MixerBlock(nnx.Module):
-    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
+    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels, where
+    the norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
 
-    The second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`. `patches_hidden` and
-    `channels_hidden` are the hidden widths of the MLPs. Every layer gets the options `implementation`, `dtype`, and
-    `rngs`.
+    `patches_hidden` and `channels_hidden` are the MLPs' hidden widths. Every layer gets the options `implementation`,
+    `dtype`, and `rngs`.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
@@ -44,9 +44,7 @@ class Mixer(nnx.Module):
       patch: height and width of a patch, a divisor of 28.
       channels: the number of channels of each patch in the blocks.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
-      implementation: for every op.
-      dtype: the dtype of the computation. The parameters are float32.
-      rngs: the stream `params` draws the parameters.
+      implementation, dtype, rngs: as in `LeNet`.
 
     Raises:
       ValueError: the patches do not fill the image.

@@ -10,9 +10,8 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 
 
 class Layer:
-    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax.
-
-    The subclass defines `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
+    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax. It defines
+    `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
 
     The constructor passes `args` and `options` to the layer of Flax. `implementation` is static.
 
@@ -34,8 +33,8 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class the signature of its constructor. In the signature, the arguments of Flax and the keywords
-        that layers of jaxbp add replace `**options`."""
+        """Give the class a signature in which the arguments of Flax, and the keywords that layers of jaxbp add, replace
+        `**options`."""
         super().__init_subclass__(**keywords)
         if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
             parameters = _parameters(cls)
@@ -46,14 +45,12 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return a dict from the constructor's options that the op lacks to booleans, True if the option is in use."""
+        """Return a dict from the constructor's options that the op lacks to whether each is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether the layer of Flax computes a call, because the op lacks an option or the dtype of `arrays`.
-
-        `arguments` has the arguments of the call that the op lacks. Each value says whether the argument is in use.
-        """
+        """Return whether Flax computes a call, because the op lacks an option or the dtype of `arrays`. `arguments`
+        maps the call's arguments that the op lacks to whether each is in use."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
@@ -65,8 +62,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` has the options that the op lacks. Each value says whether the
-    option is in use.
+    """Return whether Flax computes a call. `lacking` maps the options that the op lacks to whether each is in use.
 
     Raises:
       NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".

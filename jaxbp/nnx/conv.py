@@ -55,7 +55,7 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
-        """Return x and the padding for the op. For "CIRCULAR" and "REFLECT", which ops lack, x is already padded."""
+        """Return x and the padding for the op. Padding that ops lack, "CIRCULAR" and "REFLECT", is applied to x."""
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if padding not in ("CIRCULAR", "REFLECT"):
             return x, padding

@@ -39,11 +39,9 @@ class Linear(Layer, nnx.Linear):
 class LinearSoftmaxCrossEntropy(Linear):
     """`flax.nnx.Linear` with the softmax cross-entropy of its logits, by `jaxbp.linear_softmax_cross_entropy`.
 
-    A call returns the logits. `loss` returns the loss without storing all logits.
-
-    `kernel` has the shape `(in_features, out_features)`. The op takes weights with one row per class, so XLA may store
-    the transposed kernel. For weights that are tied to an `Embed`, call the op instead, because these weights already
-    have one row per class.
+    A call returns the logits. `loss` returns the loss without storing all logits. `kernel` has the shape
+    `(in_features, out_features)`. The op takes weights with one row per class, so XLA may store the transposed kernel.
+    For weights that are tied to an `Embed`, which already have one row per class, call the op instead.
 
     Args:
       args, options: as in `Linear`.
