@@ -1,25 +1,23 @@
 """Gradients of a layer of two-input gates. Features are the first axis, and the batch is the last.
 
-For example n, gate g computes `y = c0 + c1 a + c2 b + c3 a b` from its inputs a = x[a[g], n] and b = x[b[g], n], and
-its coefficients c[g]. If dy is the gradient with respect to y,
+For example n, gate g computes `y = c0 + c1 a + c2 b + c3 a b` from a = x[a[g], n], b = x[b[g], n], and its coefficients
+c[g]. If dy is the gradient with respect to y,
 
     dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The gates that read an input are its consumers. One CTA computes a whole sum of dx. The kernels differ in the gradients
-per CTA:
+The gates that read an input are its consumers. The kernels differ in what one CTA computes:
 
-- `gradients_by_gate`: dx and dc of a few gates. Every input must have exactly one consumer.
+- `gradients_by_gate`: dx and dc of a few gates. Every input has one consumer.
 - `gradients_by_input`: dx of one input and dc of some of its consumers.
 - `gradients_along_trail`, in `backward_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc
-  of some of their consumers. All inputs must have two consumers, or all must have four.
+  of some of their consumers. All inputs have two consumers, or all have four.
 - `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They start all loads at once,
   because a CTA with short rows mostly waits for loads.
 
-dy is `(gates, N)`, with N a multiple of `LANES`. If equally large groups of neighboring gates share a gradient, dy may
-be `(groups, N)`. Coefficients are `(gates, 4)`, and x is `(inputs, N)` in dy's dtype. dx has dy's dtype. dc and all
-sums are float32.
+dy is `(gates, N)`, with N a multiple of `LANES`, or `(groups, N)` if equally large groups of neighboring gates share a
+gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)`. dx has the dtype of dy and x. dc and sums are float32.
 """
 
 import dataclasses
@@ -42,11 +40,11 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Sums over the batch per gate: of dy, dy a, dy b, and dy a b."""
+"""Sums over the batch per gate, of dy, dy a, dy b, and dy a b."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the `blocks` slices of the batch, `length` examples each, for the CTA with index `block`."""
+    """Return the `blocks` slices of the batch, each of `length` examples, for CTA `block`."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -60,16 +58,15 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield four vectors for a gate, whose sums over the lanes are the gate's dc. `values` has the tuple (dy, a, b) for
-    each lane block."""
+    """Yield four vectors, whose sums over the lanes are a gate's dc, from (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer, encoded as in `Graph`, of an input. The gate's derivative with respect to
-    this input is `slope + curve * partner`, where partner is the gate's other input."""
+    """Return (slope, curve) for a consumer in the encoding of `Graph`. The gate's derivative with respect to the input
+    is `slope + curve * partner`, where partner is its other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -90,7 +87,7 @@ _GATE_BLOCKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class GatesConfig:
-    """Tile of a CTA: `_GATES` gates, and `blocks` lane blocks of `LANES` examples each."""
+    """Tile of a CTA: `_GATES` gates, and `blocks` lane blocks of `LANES` examples."""
 
     blocks: int
 
@@ -150,7 +147,7 @@ def _launch_by_gates(body, gates, dy, *arrays, out, blocks, **options):
 
 
 def _owned_gates(layer_gates, group):
-    """Return the indices of a CTA's gates. The last CTA may repeat the layer's last gate."""
+    """The last CTA may repeat the layer's last gate."""
     return [jnp.minimum(group * _GATES + k, layer_gates - 1) for k in range(_GATES)]
 
 
@@ -173,12 +170,12 @@ def _write_sums_of_gates(values, rows_ref, dc_ref, block, group):
 # --------------------------------------------------------------------------------------------------------- by input
 
 _INPUT_EXAMPLES = 1024
-"""Maximum examples per CTA. Half this number was slower: docs/lab/2026-11-22-logic.md."""
+"""Maximum examples per CTA. Half as many were slower: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByInputConfig:
-    """Tile of a CTA: one input, and `blocks` lane blocks of `length` examples each, a multiple of `LANES`."""
+    """Tile of a CTA: one input, and `blocks` lane blocks of `length` examples, a multiple of `LANES`."""
 
     blocks: int
     length: int
@@ -197,8 +194,8 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, the CTA skips
-    the gates that read its input as their b."""
+    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, it skips the
+    gates that read its input as their b."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -247,8 +244,8 @@ _SHORT_ROW_IN_L2 = 1024
 _L2_SHARE = 0.8
 """Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more consumers. Not
-tuned; docs/lab/2026-11-22-logic.md describes the effect."""
+"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more. Not tuned;
+docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders (see `Graph`).
 
-A CTA computes the gradients of several consecutive inputs of the trail. For each input, it starts all loads at once:
-the input's row of x and, for each gate that reads the input, the row of dy and the other input's row of x. `backward`
-has the formulas and the arguments.
+A CTA computes the gradients of several consecutive inputs of the trail. It starts all loads at once: each input's row
+of x and, for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas
+and the arguments.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ _MAX_BLOCKS = 8
 _MAX_BYTES = 64
 """Bytes of dy that a thread reads per input. Not tuned."""
 _LOAD_BYTES = 4
-"""Bytes per load of a thread. With one example per load, half precision is slower than float32, because it waits longer
-for loads: docs/lab/2026-11-22-mixed.md."""
+"""Bytes per load of a thread. With one example per load, half precision is slower than float32:
+docs/lab/2026-11-22-mixed.md."""
 SUM_ROWS = SUMMED_ROWS // 2
 """Rows of shared memory per CTA, for the sums of at most four gates."""
 
@@ -65,7 +65,7 @@ def _heuristic(dy, coefficients, graph, x):
     consumers, length = graph.max_fan_out, _block_length(x)
     examples = LANES * min(_MAX_BLOCKS, _MAX_BYTES // (consumers * x.dtype.itemsize))
     blocks = largest_divisor(x.shape[1] // length, examples // length)
-    # Eight consumers for short rows and four for long rows keep similar numbers of loads in flight.
+    # Eight consumers for short rows, four for long rows: a similar number of loads in flight.
     inputs = largest_divisor(x.shape[0], (8 if blocks * length <= 2 * LANES else 4) // consumers)
     return Config(inputs, blocks, length)
 
@@ -74,8 +74,8 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dx for consecutive inputs of the Euler trail, and dc for the gates through which
-    the trail leaves these inputs. If dx is unused, the CTA reads only these gates."""
+    """Return (dx, dc). A CTA computes dc for the gates through which the trail leaves its inputs. If dx is unused, it
+    reads only these gates."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
@@ -130,6 +130,6 @@ def _gather_gates(sums, graph, config):
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # The kernel takes the CTA's input for the gate's a. If it is the gate's b, exchange the sums of dy a and dy b.
+    # The kernel takes the CTA's input for the gate's a. If it is the b, exchange the sums of dy a and dy b.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

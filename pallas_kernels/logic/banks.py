@@ -1,11 +1,10 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
 Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. An octet is eight neighboring threads. Their 16-byte
-accesses take one cycle if all their row indices have different residues mod 8, or are equal.
+accesses take one cycle if no two different rows have the same residue, their index mod 8.
 
-A gate's lane determines the row in which its value is stored, and the order of a layer's gates is free. A gate's
-position within its octet is the residue of its row. This residue decides the conflicts when the next layer reads the
-row, and when gradients are written to the row.
+The order of a layer's gates is free, and determines their rows. A gate's position within its octet is its row's
+residue. It decides the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -16,17 +15,17 @@ import numpy as np
 OCTET = 8
 """Threads whose 16-byte accesses are served together, and the number of residues."""
 _SWEEPS = 2
-"""Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
+"""Passes that assign residues to gates. With one, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
-"""Cost of a pair of gates with equal residues that the next layer reads, relative to a pair whose gradients one octet
-reads. Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
+"""Cost of two gates with equal residues that the next layer reads, relative to two whose gradients one octet reads.
+Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
 _ROUNDING = 1e-6
 """Smaller decreases of the cost are rounding errors."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return how many cycles the accesses of all lanes take if lane i accesses row `rows[i]` of shared memory."""
+    """Return how many cycles it takes if lane i accesses row `rows[i]` of shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads with the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -37,14 +36,12 @@ def cycles(rows: np.ndarray) -> int:
 def orders(
     layers: Sequence[tuple[np.ndarray, np.ndarray]], turns: Sequence[np.ndarray], rows: np.ndarray
 ) -> list[np.ndarray]:
-    """Return, for each layer, the indices of its gates in an order that avoids bank conflicts. The last layer keeps its
-    order.
+    """Return, for each layer, its gates in an order that avoids bank conflicts. The last layer keeps its order.
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, an array `(2, gates)`. The gradient of an input is summed over the gates that read it, in a
-        fixed order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input
-        b.
+      turns: for each layer, `(2, gates)`. The gradient of an input is summed over the gates that read it, in a fixed
+        order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input b.
       rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []
@@ -62,17 +59,17 @@ def orders(
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     """Return lists of eight gates, the octets, followed by the list of the remaining gates. `a` and `b` are the
-    residues of each gate's inputs. If all residues are equally frequent, no residue occurs twice among the inputs a of
-    an octet, nor among its inputs b.
+    residues of each gate's inputs. If all residues are equally frequent, none occurs twice among the inputs a, or the
+    inputs b, of an octet.
 
-    The octets are an edge coloring of a bipartite graph (D. König, 1916). The nodes are the residues, separately for a
-    and b; the edges are the gates; and the colors are the octets. A residue is free in an octet if no gate of the octet
-    has it. A gate joins an octet in which both its residues are free. If there is none, it joins one in which its
-    residue of a is free, and displaces a gate. Displaced gates alternate between two octets until no gate is displaced.
+    The octets are an edge coloring of a bipartite graph (D. König, 1916), from residues of a to residues of b, with
+    gates as edges and octets as colors. A residue is free in an octet if no gate of the octet has it. A gate joins an
+    octet in which both its residues are free, or else displaces a gate from one in which its residue of a is free.
+    Displaced gates alternate between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
-    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue of a or b is free
-    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # for each residue of a or b: octet -> gate
+    free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
+    taken = [[{} for _ in range(OCTET)] for _ in range(2)]  # per residue: octet -> gate
     for new, (of_a, of_b) in enumerate(gates):
         if not (free[0][of_a] and free[1][of_b]):
             rest.append(new)
@@ -109,13 +106,13 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return the gates in an order in which a gate's position within its octet is its residue. In one octet after
-    another, gates exchange residues while this lowers the cost of bank conflicts.
+    """Return the gates in an order in which a gate's position within its octet is its residue. Gates exchange residues
+    while this lowers the cost of bank conflicts.
 
     Args:
-      readers: `(2, gates)`, integers for the gradients with respect to a and to b. The integers are equal if an octet
-        of the layer before reads both gradients in one access.
-      roles: `(2, gates)`: how many gates of the next layer read the gate as their a, and how many as their b.
+      readers: `(2, gates)`, integers for the gradients with respect to a and to b, equal if one octet of the layer
+        before reads both in one access.
+      roles: `(2, gates)`, how many gates of the next layer read the gate as their a, and as their b.
     """
     *octets, rest = octets
     residues = np.arange(OCTET)
@@ -129,7 +126,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # If one residue is more frequent in the next layer's reads, some octets read two rows with it.
+            # Octets of the next layer read two rows with the same residue if one residue is more frequent.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -137,8 +134,8 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Return a different row of the square matrix `cost` for each column, such that no exchange of two rows lowers the
-    total cost."""
+    """Return a different row of the matrix `cost` for each column, so that no exchange of two rows lowers the total
+    cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

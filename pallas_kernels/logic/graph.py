@@ -17,14 +17,13 @@ class Graph:
     Attributes:
       a, b: `(gates,)`, the inputs of each gate.
       consumers: `(2 gates,)`, sorted by input. Input i has `consumers[offsets[2 i] : offsets[2 i + 2]]`. The entries
-        before `offsets[2 i + 1]` read it as their a, the others as their b.
-      partners: `(2 gates,)`, for each entry of `consumers`, the other input of its gate.
+        before `offsets[2 i + 1]` read it as their a.
+      partners: `(2 gates,)`, the other input of the gate of each entry of `consumers`.
       offsets: `(2 inputs + 1,)`.
-      trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b. Neighboring gates
-        usually share an input.
-      trail_inputs: `(inputs,)`, the inputs in the order of the trail. Neighboring inputs usually share a gate.
-      trail_consumers, trail_partners: `(2 gates,)`, `consumers` and `partners` in the order of `trail_inputs`. For each
-        input, the gates through which the trail leaves the input come first.
+      trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b.
+      trail_inputs: `(inputs,)`, the inputs in the order of the trail.
+      trail_consumers, trail_partners: `consumers` and `partners` in the order of `trail_inputs`. For each input, the
+        gates through which the trail leaves it come first.
       trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail leaves an input through
         it.
       regular: whether all inputs have equally many consumers.

@@ -28,13 +28,13 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA's one matrix product for several small layers. Measured with
-8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA, which computes several small layers as one matrix product.
+Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A config without fields: a CTA has one gate per thread."""
+    """One gate per thread, so there is nothing to choose."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:
@@ -52,7 +52,7 @@ def _heuristic(*arrays: Any, table: Table) -> Config | None:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture(logits: Array, *, table: Table, config: Config) -> Array:
-    """Return c, `(*gates, 4)`, the coefficients of each gate. Arguments are as in `mixture_gradient`."""
+    """Return c, `(*gates, 4)`. Arguments are as in `mixture_gradient`."""
     return _launch(_mixture, logits, table=table, width=_WIDTH, name="softmax_gates")
 
 
@@ -112,8 +112,8 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtract the most probable function's u from all u. This does not change the result, but avoids cancellation in
-    # `u - Σ p u` if this function's p is nearly 1.
+    # Subtracting the u of the most probable function from all u avoids cancellation in `u - Σ p u` if its p is nearly
+    # 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

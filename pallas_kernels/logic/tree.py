@@ -1,7 +1,7 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
-A tree of depth d has `2^d` leaves. Gate g of a level computes `c0 + c1 a + c2 b + c3 ab` from values 2 g and 2 g + 1 of
-the level before, its a and b. The argument `c` lists the four coefficients of each gate level by level, the root last.
+Gate g of a level computes `c0 + c1 a + c2 b + c3 ab`, where a and b are values 2 g and 2 g + 1 of the level before. The
+argument `c` lists the four coefficients of each gate level by level, the root last.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves. `levels` is the result of
-    `levels_of_tree`, and `dy` is the gradient with respect to the root."""
+    """Return (dc, dleaves). `levels` is the result of `levels_of_tree`, and `dy` is the gradient with respect to the
+    root."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

@@ -1,6 +1,6 @@
 """Loads of the leaves of trees of gates, and the positions of trees in an image and in its pooling windows.
 
-A tree is a filter of a convolution. Its leaves are pixels in the convolution's window at each position of the image.
+A tree is a filter of a convolution. Its leaves are pixels in the convolution's window.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pallas_kernels.core.layouts import LANES
 _MAX_LEAVES = 16
 """Leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Positions per pooling window, at which unrolled code evaluates the tree. Not tuned."""
+"""Positions per pooling window, for which the code is unrolled. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of trees and of pooling windows. `height` and `width` belong to the padded image, `rows` and `columns`
-    to the pooled output."""
+    """`height` and `width` are the padded image's size, and `rows` and `columns` the pooled output's."""
 
     height: int
     width: int
@@ -50,7 +49,7 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the row-major index, in channel 0, of a tree's top left pixel at a pooling window's first position."""
+        """Return the index in channel 0 of a tree's top left pixel at a pooling window's first position."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
@@ -79,8 +78,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Return one vector per leaf, loaded from the flattened image `numbers`. Each lane reads the leaves at its
-        position `place` in the pooling window."""
+        """Return one vector per leaf from the flattened image `numbers`. Each lane reads at its position `place` in the
+        pooling window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -94,7 +93,7 @@ class Tree:
 
 
 def unsupported(leaves: tuple[int, ...], pool: tuple[int, int]) -> str | None:
-    """Return why the kernels do not support trees with leaves of shape `(kernels, leaves, 3)`, or `pool`, or None."""
+    """`leaves` is the shape `(kernels, leaves, 3)`."""
     if leaves[1] > _MAX_LEAVES:
         return f"trees of {leaves[1]} leaves, at most {_MAX_LEAVES}"
     if math.prod(pool) > _MAX_PLACES:
@@ -108,7 +107,7 @@ def as_rows(x):
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
     """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
-    last carry. Each call gets the columns of `columns_per_turn` neighboring windows."""
+    last carry. `columns` are `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

@@ -1,9 +1,9 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. Images are
-`(channels, height, width, N)` with the batch last. In shapes, `kernels` is the number of trees.
+`(channels, height, width, N)`, and `kernels` is the number of trees.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
 recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` sums the
-gradients of the leaves, which gives the gradient with respect to the image.
+gradients of the leaves to the gradient of the image.
 """
 
 import functools
@@ -130,8 +130,7 @@ def leaf_gradients(
       places: the indices from `forward`. Other arguments are as in `forward`.
 
     Returns:
-      dc `(kernels, gates, 4)`, summed over examples and windows, and dleaves `(kernels * leaves, rows, columns, N)`,
-      both float32.
+      dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]
@@ -159,7 +158,7 @@ def leaf_gradients(
 def _leaf_gradients_of_rows(
     dy_ref, place_ref, c_ref, pixels_ref, x_ref, dc_ref, dleaves_ref, _, *, block, part, k, geometry, rows
 ):
-    """Compute `rows` rows of pooling windows for one tree. The reference to an unused gradient is None."""
+    """The reference to an unused gradient is None."""
     lanes, tree = pl.ds(block * LANES, LANES), Tree(c_ref, pixels_ref, k)
     (_, gates, _), count, N = c_ref.shape, pixels_ref.shape[1], dy_ref.shape[-1]
 

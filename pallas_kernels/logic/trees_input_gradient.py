@@ -1,7 +1,7 @@
 """The gradient of a convolution of trees of gates with respect to the image, from the gradients of the leaves.
 
-A CTA computes the gradient with respect to a band, some rows of one input channel, for 128 examples, one per lane. It
-loops over the leaves that read this channel, and adds their gradients to the band in shared memory in a fixed order.
+A CTA computes a band, some rows of one input channel, for 128 examples, one per lane. It loops over the leaves that
+read this channel, and adds their gradients to the band in shared memory in a fixed order.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency. In still smaller
-bands, most leaves would add to two bands: docs/lab/2026-11-22-trees.md."""
+"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, until most leaves add
+to two bands: docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted bands per multiprocessor: docs/lab/2026-11-22-trees.md."""
 _UNROLLED_WINDOWS = 8
@@ -62,8 +62,8 @@ def input_gradient(
     pool: tuple[int, int],
     config: Config,
 ) -> Array:
-    """Return dx `(channels, height, width, N)` float32, the gradient with respect to the image without its padding. The
-    kernel runs only on GPUs and in the simulator.
+    """Return dx `(channels, height, width, N)` float32, without the image's padding. The kernel runs only on GPUs and
+    in the simulator.
 
     Args:
       dleaves, places, leaves: as in `leaf_gradients`.
@@ -111,8 +111,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the range of the `rows` rows of pooling windows in which a leaf reads pixels of a band.
-        At the first position of row 0, the leaf reads row `leaf_row` of pixels, relative to the band."""
+        """Return (first, end), the range of rows of pooling windows in which a leaf reads a band. At the first position
+        of row 0, the leaf reads row `leaf_row` of pixels, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -120,9 +120,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient. For a pixel outside the band,
-        this is an element that nobody reads. `row` and `column` are the leaf's pixel at the window's first position,
-        relative to the band. `place` is each lane's position in the window."""
+        """Return the element of shared memory to which each lane adds a leaf's gradient. Nobody reads the element for
+        pixels outside the band. `row` and `column` are the leaf's pixel at the window's first position, relative to the
+        band, and `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):
@@ -139,7 +139,7 @@ def _input_gradient_of_band(
     _, rows, columns, _ = dleaves_ref.shape
     lanes = pl.ds(block * LANES, LANES)
     lane = lane_and_column(LANES, 1)[0]
-    top = band * bands.rows + bands.padding[0]  # The band's first row in the padded image.
+    top = band * bands.rows + bands.padding[0]  # in the padded image
 
     def add_reader(e, _):
         leaf = readers_ref[e]

@@ -14,8 +14,8 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 
 class _StateElements(NamedTuple):
-    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows of shared
-    memory, and `place` in the state. Where `valid` is False, the indices point to an unused element."""
+    """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows, and `place`
+    in the state. Where `valid` is False, the indices point to an unused element."""
 
     row: Array
     column: Array
@@ -26,11 +26,8 @@ class _StateElements(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """A slice of a CTA's group of cells, with `count` cells. Its rows of shared memory have one column per cell.
-
-    `first_of_group` is the index of the group's first cell. `slices` has the rows of the group's slices, and `number`
-    is the index of this slice.
-    """
+    """A slice of `count` cells of a CTA's group. Its rows of shared memory have one column per cell. `slices` has the
+    rows of all slices of the group, and `number` is the index of this slice."""
 
     plan: Plan
     count: int
@@ -73,8 +70,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return two arrays `(lanes, count)` for a part of the inputs' rows: indices in the state, and whether these
-        exist."""
+        """Return `(lanes, count)` indices in the state for a part of the inputs' rows, and whether these exist."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -120,7 +116,6 @@ class Inputs:
 
 
 def write_next_state(new_state, state, fires, last_layer, part, slices):
-    """Write the next state of the cells in `slices`. A cell that does not fire keeps its `state`."""
     for cells in slices:
         elements = cells.state_elements(part)
         outputs = jnp.clip(gather_elements(cells.rows, last_layer.first + elements.row, elements.column), 0.0, 1.0)
@@ -133,9 +128,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells, the sums of dkept and dseen that
-    `tick_backward` describes. `write` writes them to shared memory for cells that fire, and to `dkept_out` for
-    others."""
+    """The gradients with respect to the next state of a group of cells, summed as in `tick_backward`. `write` writes
+    them to shared memory for cells that fire, and to `dkept_out` for others."""
 
     team: Team
     fires: Any
@@ -156,7 +150,7 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield, for each of the nine cells that see an element, its index in dseen, and whether the cell exists."""
+        """Yield, for each cell that sees an element, its index in dseen, and whether the cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):
@@ -181,5 +175,5 @@ class OutputGradients:
 
 
 def _gather(ref, places, valid):
-    """Gather the elements of `ref` at `places`. The result is arbitrary where `valid` is false."""
+    """Where `valid` is false, the result is arbitrary."""
     return gather_elements(ref, jnp.where(valid, places, 0))

@@ -1,7 +1,7 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
-A CTA computes one group of cells at a time. `heuristic` chooses the cells per group, so that their rows (plan.py) fit
-in shared memory and all multiprocessors have groups.
+A CTA computes one group of cells at a time. Their rows (plan.py) must fit in shared memory, and all multiprocessors
+should have groups.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice of a group. Each slice has its own rows of shared memory, with one float32 per cell. A row of four is
-a thread's widest access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
+"""Cells per slice of a group. Each slice has its own rows of shared memory. A row of four float32 is a thread's widest
+access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
-docs/lab/2026-11-22-automata.md."""
+"""Candidates for the cells per group. A third slice would not fit in shared memory. Groups of less than a slice were
+slower: docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
 """Estimated latency per group, in cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2
@@ -44,8 +44,8 @@ class Config:
       cells: cells per group: one, two, or a multiple of four.
       programs: number of CTAs.
       lanes: maximum lanes that one warpgroup computes per step.
-      lookahead: number of steps by which wires and coefficients are fetched ahead.
-      totals_in_registers: whether sums of the coefficients' gradients are in registers, instead of in device memory.
+      lookahead: steps by which wires and coefficients are fetched ahead.
+      totals_in_registers: whether the coefficients' gradients are summed in registers, not in device memory.
     """
 
     cells: int
@@ -87,8 +87,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # A single group cannot fetch its first wires during an earlier group. These lanes and lookahead were the
-        # fastest in docs/lab/2026-11-22-automata.md.
+        # A single group cannot fetch its first wires during an earlier group. Fastest in
+        # docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)
@@ -108,8 +108,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, but in the simulator with one CTA and one warpgroup. The simulator treats each gather or scatter
-    as an access to all rows, and would report data races between warpgroups that do not exist."""
+    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as an
+    access to all rows, and would report data races that do not exist."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

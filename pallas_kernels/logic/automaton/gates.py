@@ -1,15 +1,13 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
-A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`, for several cells at once.
-Each of a, b, and y is a row of shared memory with one value per cell. If dy is the gradient with respect to y, the
-backward computes
+A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`. Each of a, b, and y is a
+row of shared memory with one value per cell. If dy is the gradient with respect to y, the backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-dy is the sum of the gradients that the gate's consumers wrote: see plan.py. A thread adds dc to a sum in device memory,
-or in registers until the CTA's last group of cells.
+dy is the sum of the gradients that the gate's consumers wrote: see plan.py.
 """
 
 import dataclasses
@@ -41,7 +39,7 @@ from pallas_kernels.logic.automaton.schedule import Step, Team
 
 
 class _Gates(NamedTuple):
-    """Operands of a part's gates, one lane per gate. An integer of `wires` packs the row numbers of a and b."""
+    """Operands of a part's gates. An integer of `wires` packs the row numbers of a and b."""
 
     wires: Array
     coefficients: Array
@@ -80,8 +78,7 @@ class Circuit:
             a, b = (gather_rows(cells.rows, row) for row in _unpack(gates.wires))
             c0, c1, c2, c3 = (spread(c, cells.count) for c in columns(gates.coefficients))
             outputs.append(c0 + c1 * a + (c2 + c3 * a) * b)
-        # The compiler does not know that reads and writes access different rows, and would not move reads before
-        # writes.
+        # The compiler does not know that reads and writes access different rows, so it keeps their order.
         for cells, y in zip(slices, outputs, strict=True):
             cells.rows[part.rows] = y
 
@@ -100,9 +97,9 @@ class Backward:
     """The backward of all layers for one group of cells.
 
     Attributes:
-      consumers: array with the tables of `Plan.consumers`.
+      consumers: the tables of `Plan.consumers` in one array.
       sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
-      previous_total, total: sums of dc in device memory, before and after this group of cells.
+      previous_total, total: sums of dc in device memory, before and after this group.
       dseen: gradients with respect to the automaton's inputs.
     """
 
@@ -117,8 +114,7 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the barrier that ends the previous step, but that step writes the inputs of the last
-            # layer.
+            # `read` runs before the previous step's barrier, but for the last layer, that step writes the inputs.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -143,8 +139,8 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return the slices for which this warpgroup computes the gradients of a part's gates. Warpgroups divide the
-        slices only if the sums of dc are in registers."""
+        """Return this warpgroup's slices for a part's gradients. Warpgroups divide the slices only if the sums of dc
+        are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -186,8 +182,8 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Sum the gradients with respect to perception's inputs over kernels. `firsts[0]` has each lane's row with the
-        first kernel's gradient."""
+        """Sum the gradients with respect to perception's inputs over kernels. `firsts[0]` has each lane's row for the
+        first kernel."""
         plan = self.circuit.plan
 
         def sum_slices(slices):
@@ -222,8 +218,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc in registers. If warpgroups divide
-    the slices of a part, the second one passes its sums through shared memory."""
+    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc. If warpgroups divide a part's
+    slices, the second passes its sums to the first through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

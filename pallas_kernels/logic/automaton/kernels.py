@@ -1,7 +1,7 @@
 """One tick (time step) of a logic cellular automaton, and its backward: see docs/kernels/logic.md.
 
-A CTA computes one group of cells after another, with one gate per lane. The rows of shared memory are in plan.py, the
-gates in gates.py, and the order of the computation in schedule.py.
+A CTA computes one group of cells after another, with one gate per lane. plan.py has the rows of shared memory, gates.py
+the gates, and schedule.py the order of the computation.
 """
 
 import functools
@@ -33,11 +33,11 @@ class _TickRefs(NamedTuple):
 
 @kernel(unsupported=unsupported, heuristic=forward_heuristic)
 def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *, plan: Plan, config: Config) -> Array:
-    """Return the next state. It is clipped to [0, 1], because rounding can move values out of this range.
+    """Return the next state, clipped to [0, 1], because rounding can move values out of this range.
 
     Args:
-      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, layer by layer. Lanes with equal coefficients share one
-        row. The rows of lanes without a gate are zero.
+      coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row for lanes with equal coefficients, and zero for
+        lanes without a gate.
       wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, with the rows a and b of `plan.forward_layers`.
       state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
@@ -101,9 +101,8 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total). dseen is the gradient with respect to the states of the nine cells that each cell
-    sees. dkept is the gradient with respect to the states that cells keep if they do not fire. total has the gradients
-    with respect to the coefficients, one sum per CTA and lane.
+    """Return (dseen, dkept, total): the gradients with respect to the states of the nine cells that each cell sees, to
+    the states that cells keep if they do not fire, and to the coefficients, one sum per CTA and lane.
 
     The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
     state is its dkept plus its gradients in the dseen of the nine cells that see it.
@@ -165,9 +164,8 @@ def _groups_of_program(plan, config):
 
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
-    """Compute the steps for each of a CTA's groups of cells, and return the last `carry`, None or a list that the steps
-    change in place. `steps(slices, carry)` returns a group's steps. During a group's last steps, the objects `loads`
-    fetch the next group's data."""
+    """Compute a CTA's groups of cells. `steps(slices, carry)` returns a group's steps, which change the list `carry` in
+    place. Return the last carry. During a group's last steps, `loads` fetch the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):
@@ -183,7 +181,7 @@ def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
                 Step(functools.partial(a.load, following), functools.partial(a.write, following)) for a in loads
             ]
         fetched = team.run(of_group, fetched, is_repeated=groups > 1)
-        team.meet()  # The next group reads this group's writes, and writes over its reads.
+        team.meet()  # The next group reads this group's writes, and overwrites its reads.
         return carry, fetched
 
     fetched = team.first_fetches(list(steps(slices_of(0), carry)))

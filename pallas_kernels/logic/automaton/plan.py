@@ -1,15 +1,14 @@
 """The rows of shared memory in which an automaton's tick and its backward keep inputs, gates, and gradients.
 
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
-called kernels. Each is evaluated once per channel.
+called kernels, each evaluated once per channel.
 
-A row has one float32 for each cell that a CTA computes at a time. The first rows are the inputs, in the order (position
-in the neighborhood, channel). The gates follow layer by layer, perception's in the order (gate, kernel, channel). Every
-layer is padded to a multiple of a warpgroup's threads.
+A row has one float32 for each cell that a CTA computes at a time. First come the inputs, in the order (position in the
+neighborhood, channel), then the gates of each layer, in perception in the order (gate, kernel, channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-layers whose backward is finished. Each gate that reads a row, a consumer of the row, writes its gradient with respect
-to the row to a separate row, and tables list these separate rows.
+layers whose backward is finished. Each consumer of a row, a gate that reads it, writes its gradient to a separate row,
+and tables list these rows.
 """
 
 import dataclasses
@@ -28,8 +27,8 @@ class Layer:
     """Rows of shared memory for one layer.
 
     Attributes:
-      lanes: rows, one per lane, a multiple of a warpgroup's threads.
-      count: rows with a gate or an input. The others are padding.
+      lanes: rows, one per lane, padded to a multiple of a warpgroup's threads.
+      count: rows with a gate or an input.
       max_consumers: most consumers of any of these rows.
       copies: number of consecutive lanes with equal coefficients.
     """
@@ -91,7 +90,7 @@ class Plan:
 
     @property
     def zeros(self) -> int:
-        """Index of a row of zeros, to which unused entries of the tables point."""
+        """A row of zeros, to which unused entries of the tables point."""
         return self.neighbourhood
 
     @functools.cached_property
@@ -104,12 +103,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row in the array of coefficients, and then this array's length."""
+        """Index of each layer's first row of coefficients, and then the number of rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among the lanes of all layers, and then their number."""
+        """Index of each layer's first lane among all lanes, and then the number of lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -138,7 +137,7 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows for gradients: rows of layers whose backward is finished, and a few rows after the last layer."""
+        """Rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
@@ -156,7 +155,6 @@ class Plan:
 
     @functools.cached_property
     def consumers(self) -> "ConsumerTables":
-        """The positions of all tables of row numbers in one array."""
         sizes = [(layer.max_consumers, layer.lanes) for layer in self.layers]
         sizes.append((self.neighbour_consumers + self.centre_consumers, self.inputs.lanes))
         sizes.append((1, self.gradients.kernel_sums.lanes))
@@ -170,8 +168,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """`consumers` row numbers per lane, two per integer: `(pairs, lanes)` integers from index `first` of a longer
-    array."""
+    """`consumers` row numbers per lane, two per integer: `(pairs, lanes)` integers from index `first` of an array."""
 
     first: int
     consumers: int
@@ -183,9 +180,9 @@ class Table:
 
 
 class ConsumerTables(NamedTuple):
-    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers, the gates that read
-    it, write gradients. `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The other
-    kernels' rows follow at distances of `channels` rows."""
+    """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
+    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The other rows follow at
+    distances of `channels`."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -198,10 +195,10 @@ class GradientRows:
 
     Attributes:
       firsts: for each layer, the first row of its gates' gradients, first for inputs a, then for inputs b. Except in
-        the update's first layer, these rows are reused after the backward of the layer before has read them.
-      kernel_sums: rows for the gradients with respect to the inputs of perception's first layer, summed over kernels,
-        in the order (a or b, gate, channel).
-      outputs: rows for the gradients with respect to the outputs of the last layer.
+        the update's first layer, these rows are reused after the layer before has read them.
+      kernel_sums: rows for the gradients of the inputs of perception's first layer, summed over kernels, in the order
+        (a or b, gate, channel).
+      outputs: rows for the gradients of the outputs of the last layer.
     """
 
     firsts: tuple[int, ...]

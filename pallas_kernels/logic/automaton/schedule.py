@@ -45,10 +45,10 @@ class Step:
 
     Attributes:
       fetch: returns the operands from device memory.
-      compute: takes the operands, and the result of `read` if `read` is not None.
-      is_last: whether this is the last step of its layer, so that a barrier follows.
-      read: None, or a function that takes the operands and reads the step's inputs from shared memory. It runs before
-        the barrier of the previous step, where the warpgroup would wait. The previous step must not write the inputs.
+      compute: takes the operands, and the result of `read` if it is not None.
+      is_last: whether a barrier follows, because the layer ends.
+      read: None, or a function that takes the operands and reads inputs that the previous step does not write from
+        shared memory. It runs before the previous step's barrier, where the warpgroup would wait.
     """
 
     fetch: Callable[[], Any]
@@ -67,8 +67,7 @@ class Team:
 
     def parts(self, layer):
         warpgroups, done = self.config.warpgroups, 0
-        # The mask tells the compiler that the index is small, so that addresses can encode constant offsets. This
-        # halves the registers.
+        # With the mask, the compiler encodes constant offsets in addresses, which halves the registers.
         warpgroup = self.warpgroup & (WARPGROUPS - 1)
         while done < layer.lanes:
             shares = (layer.lanes - done) // (warpgroups * LANES)
@@ -93,8 +92,7 @@ class Team:
             function(self.own(part, slices))
 
     def once(self, part, function, otherwise):
-        """Return `function()`. For a part that `is_alone`, warpgroups other than the first return `otherwise`
-        instead."""
+        """Return `function()`. For a part that `is_alone`, other warpgroups than the first return `otherwise`."""
         return lax.cond(self.warpgroup == 0, function, lambda: otherwise) if part.is_alone else function()
 
     def meet(self):
@@ -104,8 +102,8 @@ class Team:
         return [step.fetch() for step in steps[: self.config.lookahead]]
 
     def run(self, steps, fetched, is_repeated):
-        """Compute the steps, and fetch the operands of each step `len(fetched)` steps earlier. `fetched` has the
-        operands of the first steps. If the steps are repeated, return the next repetition's first operands."""
+        """Compute the steps, and fetch each step's operands `len(fetched)` steps earlier. `fetched` has the first
+        steps' operands. If the steps are repeated, return the next repetition's first operands."""
         lookahead, fetched = len(fetched), [[a] for a in fetched]
         for i, step in enumerate(steps):
             if i + lookahead < len(steps) or is_repeated:
