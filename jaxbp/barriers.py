@@ -21,7 +21,7 @@ def optimization_barrier(arrays: Any) -> Any:
 
 
 def on_cpu(arrays: Any) -> Any:
-    """Return the arrays, on the CPU after a barrier. Otherwise, XLA would recompute an array for each read."""
+    """Return the arrays, on the CPU after a barrier, without which XLA would recompute an array for each read."""
     return lax.platform_dependent(arrays, cpu=optimization_barrier, default=lambda arrays: arrays)
 
 

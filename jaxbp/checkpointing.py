@@ -1,10 +1,8 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
 The policy "logarithmic" (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and
-keeps the states before about log2(n) segments, which binomial checkpointing selects. With s kept states and at most r
+keeps the states before about log2(n) of them, which binomial checkpointing selects. With s kept states and at most r
 recomputations per segment, it reverses up to binomial(s + r, s) segments, the most possible.
-
-Source: A. Griewank, A. Walther, "Algorithm 799: revolve", ACM TOMS 2000.
 """
 
 import dataclasses
@@ -55,8 +53,8 @@ def advance(
 ) -> tuple[Any, Any]:
     """Return the last state, and the states kept for `reverse_scan`. Step t computes `state = step(state, t)`.
 
-    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` takes a
-    state and returns the part that `reverse_scan` needs.
+    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` maps a
+    state to the part that `reverse_scan` needs.
     """
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
@@ -85,10 +83,8 @@ def advance(
 def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
-    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0. `state` is the state before step t.
-
-    `kept` is the second result of `advance`, called with the same steps and policy. Return the last carry.
-    """
+    """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t, and
+    return the last carry. `kept` is the second result of `advance` with the same steps and policy."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     kept, last = kept
@@ -189,13 +185,13 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward keeps the states that the first visit would keep. This visit starts from the last of them.
+    # The forward keeps the states that the first visit would keep, so this visit starts from the last.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # The state before the visit's segment is already in a slot, or no later visit needs it.
+        # A slot has the state before the visit's segment, or no later visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
@@ -203,8 +199,8 @@ def _schedule(n: int) -> _Schedule:
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Return one visit `(segment, slot, start, stores)` per segment, for n segments, last segment first.
 
-    A visit fetches the state before the segment `start` from the slot. While it recomputes the segments up to
-    `segment`, it writes the states before the segments in `stores` to the slots that `stores` names.
+    A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
+    `stores` maps some of them to the slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
@@ -268,7 +264,7 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Return the composition of the layers, halved recursively, with each first half under `jax.checkpoint`."""
+    """Halve the layers recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2

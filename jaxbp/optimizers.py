@@ -1,7 +1,7 @@
-"""An Optax optimizer that updates all parameters in one launch.
+"""An Optax optimizer that updates all parameters in one launch (example in `docs/api.md`).
 
 The kernel overwrites the old parameters and moments. XLA copies them first, unless they are donated or carried through
-`jax.lax.scan`. `docs/api.md` has an example.
+`jax.lax.scan`.
 """
 
 import dataclasses
@@ -88,7 +88,6 @@ def fused_adamw(
     `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.
 
     Args:
-      learning_rate: a number, an array of shape (), or an Optax schedule.
       mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
@@ -109,7 +108,7 @@ def fused_adamw(
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
     values = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip=clip)
-    # Arrays may be traced, so they must be arguments of the compiled function.
+    # Arrays may be traced, so they are arguments of the compiled function.
     arrays = {name: jnp.asarray(value) for name, value in values.items() if isinstance(value, Array | np.ndarray)}
     adamw = _AdamW({name: value for name, value in values.items() if name not in arrays}, mask)
     chain, plain = adamw.chain(arrays), adamw.plain
@@ -131,8 +130,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` maps names to the hyperparameters that
-    are not arrays, and the methods' argument `arrays` to those that are."""
+    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` are the hyperparameters that are not
+    arrays, and `arrays` the others."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -173,7 +172,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return a dict of the scalars that are known only when the step runs, such as the bias corrections."""
+        """Return the scalars that are known only when the step runs, such as the bias corrections."""
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -219,8 +218,8 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """For each group with equal weight decay and dtypes, yield whether its parameters decay, their indices among the
-    leaves, and the lists `([parameters, *moments], [gradients])`."""
+    """For each group of equal weight decay and dtypes, yield whether its parameters decay, their indices, and the lists
+    `([parameters, *moments], [gradients])`."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
     decaying = decaying or [False] * len(lists[0])
@@ -233,8 +232,8 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `kernel` on a GPU, and `plain` elsewhere and under `vmap`. The kernel needs aligned
-    arrays, but an array in a batch may begin at any address."""
+    """Call `kernel` on a GPU, and `plain` elsewhere and under `vmap`. The kernel needs aligned arrays, but an array in
+    a batch may begin at any address."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

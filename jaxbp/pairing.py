@@ -117,7 +117,7 @@ class Op(Generic[P, R]):
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
-        # JAX caches compiled functions by identity, so bound options must be kept.
+        # JAX caches compiled functions by identity.
         self._built = remembered(self._build)
         self._compiled = remembered(self._compile) if jit else None
         self._renamed: dict[str, Op[P, R]] = {}
@@ -137,7 +137,7 @@ class Op(Generic[P, R]):
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # After an error, `_run` below raises it again, without JAX's messages about tracing and hashing.
+            # After an error, `_run` raises it again, without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled(implementation, Options(options))(*arrays)
         with _within(self.name):
@@ -163,7 +163,7 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return a function whose results have the sharding of the op's results, or None if JAX infers it."""
+        """Return a function whose results' sharding the op's results get, or None if JAX infers it."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
@@ -205,7 +205,7 @@ class Op(Generic[P, R]):
             raise
 
     def _available(self, implementation: str) -> str:
-        """Return `implementation` if the op has it, else the first of "xla", "autodiff", and "pallas" that it has."""
+        """Return `implementation`, or if the op lacks it, the first of "xla", "autodiff", and "pallas" that it has."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
@@ -263,8 +263,7 @@ class Pair(Op[P, R]):
     """A pure function and its hand-written backward.
 
     Args:
-      forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None or a
-        pytree of arrays.
+      forward: `forward(*arrays, **options) -> y`, in jnp. An array may be None or a pytree of arrays.
       backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` with these implementations.
         "xla" is a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one
         gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
@@ -330,7 +329,7 @@ class Pair(Op[P, R]):
             for key, rule in backward.implementations.items()
             if key in saves and key != "autodiff"
         }
-        # Calls without a gradient also use `save` under the key None, where it runs the fastest forward.
+        # Under the key None, `save` runs the fastest forward, so calls without a gradient use it, too.
         forwards = {
             key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
@@ -448,8 +447,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Return y and `saved`. Arrays in `saved` that are not arguments get the op's name (`checkpoint_name`), in y,
-    too."""
+    """Arrays in `saved` that are not arguments get the op's name (`checkpoint_name`), also in y."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

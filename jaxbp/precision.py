@@ -1,8 +1,6 @@
-"""Mixed precision: a policy of dtypes, and dynamic loss scaling.
+"""Mixed precision: a policy of dtypes, and dynamic loss scaling (`docs/mixed_precision.md`).
 
-Many gradients are so small that they lose digits or become zero in float16. The loss is therefore multiplied by a
-scale, and its gradients are divided by the scale in float32 (`docs/mixed_precision.md`). All functions except
-`LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
+All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -34,7 +32,7 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Maps the name of a policy to its dtypes for parameters, computation, and results."""
+"""Dtypes for parameters, computation, and results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy

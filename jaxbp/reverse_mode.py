@@ -1,4 +1,4 @@
-"""Forward mode and transposes of functions that have a hand-written backward."""
+"""Forward mode and transposes of functions that have a hand-written backward (docs/architecture.md)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments of a function with a `custom_vjp`, whose tangents pass through a linear identity. Reverse
-    mode transposes the identity. Forward mode evaluates it, which raises an error that names the op."""
+    """Return the arguments of a function with a `custom_vjp`, through a linear identity. Reverse mode transposes it.
+    Forward mode evaluates its tangent, which raises an error that names the op."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 
@@ -66,8 +66,8 @@ ad.primitive_transposes[_tangents_p] = _transposed
 
 
 def linear_call(function: Callable[[Array], Array], transposed: Callable[[Array], Array], x: Array) -> Array:
-    """Return `function(x)` for a linear function whose gradient is `transposed(dy)`, with derivatives of all orders, in
-    both modes, also under `vmap`, unlike `jax.custom_derivatives.linear_call`."""
+    """Return `function(x)` for a linear function with the gradient `transposed(dy)`. Unlike
+    `jax.custom_derivatives.linear_call`, it has derivatives of all orders, in both modes, also under `vmap`."""
     if not isinstance(x, jax.core.Tracer):
         return function(x)
     (result,) = _linear_call_p.bind(x, program=jax.make_jaxpr(function)(x), function=function, transposed=transposed)
@@ -109,8 +109,8 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)` for a function with a hand-written backward, and support `jax.linear_transpose`.
-    `linear_in` is as in `Pair`. The transpose is the gradient at zero, as for any linear function."""
+    """Return `function(*arrays)`, and support `jax.linear_transpose` in the sets `linear_in` (see `Pair`). The
+    transpose is the gradient at zero."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))
@@ -141,8 +141,6 @@ _transposable_p.to_lojax = _evaluated
 
 
 def _of_some(function, arrays, indices):
-    """Return `function` of only the arrays at `indices`. The other arrays are constant."""
-
     def of_some(*some):
         replaced = dict(zip(indices, some, strict=True))
         return function(*(replaced.get(i, a) for i, a in enumerate(arrays)))

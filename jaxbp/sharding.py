@@ -1,8 +1,7 @@
-"""Ops on arrays that lie on a mesh of devices.
+"""Ops on arrays that lie on a mesh of devices (docs/many_devices.md).
 
-XLA partitions formulas in jnp over the devices, but would run a kernel on every device with all examples. A kernel
-therefore declares the batch axes of its arrays, and each device gets a part of the examples. Results without a batch
-axis, such as the gradients of parameters, are summed over the devices.
+XLA would run a kernel on every device with all examples. A kernel therefore declares the batch axes of its arrays, and
+each device gets a part of the examples. Results without a batch axis are summed over the devices.
 """
 
 import dataclasses
@@ -42,14 +41,13 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function from a kernel's arrays to `Axes`. The batch axes are the leading axes of the arguments at
-    `places`, unless the first of these arguments has at most `features` axes."""
+    """Return a function that gives the leading axes of the arguments at `places` as batch axes, or none if the first of
+    these arguments has at most `features` axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
 def mesh_of(arrays: Any) -> jax.sharding.AbstractMesh | None:
-    """Return the mesh on which the arrays lie, or None for one device. Within `jax.shard_map`, return None, because
-    each device has separate arrays."""
+    """Return the mesh on which the arrays lie, or None for one device and within `jax.shard_map`."""
     for a in jax.tree.leaves(arrays):
         mesh = jax.typeof(a).sharding.mesh
         if not mesh.empty and mesh.size > 1:
@@ -66,7 +64,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
+    """Return `function(*arrays)`, sharded by the compiler, with the results' sharding that JAX infers for `autodiff`.
     With explicit axes, the products in a hand-written backward might have to declare their sharding."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -80,11 +78,8 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
     """Return a function that runs `kernel` on each device, with the device's part of the examples, or with all examples
-    if these cannot be divided evenly.
-
-    Each result must have a batch axis or be a sum over the examples. The same function in jnp, `formula`, determines
-    the shapes of the results.
-    """
+    if these cannot be divided evenly. Each result must have a batch axis or be a sum over the examples. `formula` in
+    jnp determines the shapes of the results."""
 
     @functools.wraps(kernel)
     def call(*arrays):
@@ -107,7 +102,7 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """Return the axis of each result of `formula` whose size changes if the number of examples doubles, or None."""
+    """Return the axis of each result that grows with the number of examples, or None."""
 
     def shapes(times):
         grown = []
@@ -135,7 +130,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. `jax.jit` keeps the kernel's constants inside.
+    # A partitioned function must not have constants. `jax.jit` keeps them inside.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
     # JAX has no `vmap` of partitioned functions.
@@ -149,7 +144,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Return `function(*arrays)`, lowered without the mesh of explicit axes that `jax.set_mesh` may set."""
+    """Lower the function without the mesh of explicit axes that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():
@@ -182,7 +177,7 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes that shard the batch axis, or () if the examples cannot be divided evenly over them."""
+    """Return the mesh axes that shard the batch axis, or () if the examples cannot be divided evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
@@ -191,7 +186,7 @@ def _mesh_axes(arguments, axes, multiple_of):
 
 
 def _rule(of_arguments, of_results, mesh, arguments, results):
-    """Return a rule for Shardy: all batch axes are sharded alike, and no other axis is sharded."""
+    """For Shardy: all batch axes are sharded alike, and no other axis is sharded."""
     numbers, whole = itertools.count(), []
 
     def names(array, axis):

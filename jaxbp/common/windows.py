@@ -78,7 +78,7 @@ def per_axis(op, name, value, axes) -> tuple[int, ...]:
 
 
 def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, int], ...]:
-    """Check `padding` and return it as (before, after) per axis. `window` includes dilation."""
+    """Return `padding` as (before, after) per axis. `window` includes dilation."""
     if isinstance(padding, str) and padding.upper() in _NAMED_PADDINGS:
         return tuple(tuple(map(int, p)) for p in lax.padtype_to_pads(input_size, window, stride, padding.upper()))
     if isinstance(padding, str) and padding.upper() == "CAUSAL" and len(input_size) == 1:

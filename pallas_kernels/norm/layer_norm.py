@@ -6,9 +6,9 @@ Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias.
 store its `offset`, the mean minus the row's first element. If the mean is far from zero, rounding the mean would lose
 digits of `x - mean`.
 
-A CTA of `normalise` computes one row. A CTA of `gradients` computes dx in a block of columns for some rows, and its
-part of dscale and dbias. A row may not fit in registers, so each pass over a row reads it again. The kernels use no
-shared memory, so they also run in the interpreter.
+A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
+part of dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared memory, the
+kernels also run in the interpreter.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _PROGRAMS = 4
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """Elements that a CTA loads at once, a multiple of its threads."""
+    """`vector` is the number of elements that a CTA loads at once, a multiple of its threads."""
 
     vector: int
 
@@ -47,7 +47,7 @@ class GradientsConfig:
     """How CTAs divide the rows.
 
     Attributes:
-      vector: elements that a CTA loads at once, a multiple of its threads.
+      vector: as in `NormaliseConfig`.
       rows: rows per CTA, of which the CTA reads all columns.
       columns: columns of dx per CTA, a multiple of `vector`.
     """
@@ -76,8 +76,7 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std). y has x's shape and dtype. offset, each row's mean minus its first element, and
-    inv_std are float32 `(rows,)`.
+    """Return (y, offset, inv_std). y has x's shape and dtype. offset and inv_std are float32 `(rows,)`.
 
     Args:
       x: `(rows, hidden)`.
@@ -137,11 +136,10 @@ def gradients(
       dy, x: `(rows, hidden)`.
       bias: used only with both `with_y` and `center`.
       offset, inv_std: unused. The kernel computes them from x.
-      with_y: whether to return y.
 
     Returns:
-      dx in x's dtype, float32 dscale and dbias, and y. Without `center`, dbias is None and dx has no `mean(t)`. Without
-      `with_y`, y is None.
+      dx in x's dtype, float32 dscale and dbias, and y, or None without `with_y`. Without `center`, dbias is None and dx
+      has no `mean(t)`.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -179,8 +177,7 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std). x̂ is a function from a slice of columns to the row's normalized values
-        there."""
+        """Return (x̂, offset, inv_std). x̂ is a function from a slice of columns to their normalized values."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):
@@ -200,8 +197,7 @@ class _Row:
 
 
 class _BackwardRefs(NamedTuple):
-    """References to the arrays of the backward. `sums` lists dscale and, with `center`, dbias. `sums` and `y` are None
-    if unused."""
+    """`sums` lists dscale and, with `center`, dbias. `sums` and `y` are None if unused."""
 
     dy: Any
     x: Any

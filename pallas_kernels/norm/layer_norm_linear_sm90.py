@@ -2,9 +2,9 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-scale and bias are LayerNorm's parameters, and w and b are the dense layer's parameters. w stays in shared memory, so
-the widths of x and z must be small. In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. In
-the input gradient, each computes half of the columns of dx in the same block.
+scale and bias are LayerNorm's parameters, and w and b the dense layer's. w stays in shared memory, so x and z must be
+narrow. In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. In the input gradient, each
+computes half of the columns of dx in the same block.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from pallas_kernels.norm.row_slices_sm90 import (
 )
 
 _MIN_ROWS = 65536
-"""Fewest rows for which these kernels are faster. The L2 cache can pass y of fewer rows between separate kernels
+"""Fewest rows for which these kernels are faster. With fewer rows, y stays in the L2 cache between separate kernels
 (docs/lab/2026-11-21-norm.md)."""
 _WARPGROUPS = 2
-"""Threads of three warpgroups per CTA spill registers (docs/lab/2026-11-21-norm.md)."""
+"""With three warpgroups per CTA, threads spill registers (docs/lab/2026-11-21-norm.md)."""
 _ALIGNMENT = 1024
 """Bytes to which Mosaic GPU aligns each array in shared memory (docs/lab/2026-11-21-norm.md)."""
 
@@ -53,7 +53,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InputGradientConfig:
-    """Number of stages in the ring for blocks of dz."""
+    """Stages in the ring for blocks of dz."""
 
     stages: int
 
@@ -110,8 +110,8 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return (z, offset, inv_std). z `(rows, outputs)` is the dense layer's output in x's dtype. offset and inv_std are
-    the float32 statistics `(rows,)` of `layer_norm.normalise`.
+    """Return (z, offset, inv_std). z is `(rows, outputs)` in x's dtype. offset and inv_std are as in
+    `layer_norm.normalise`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
@@ -147,7 +147,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """References to the arrays of `forward`. `vectors` holds scale, bias, and b in shared memory."""
+    """`vectors` holds scale, bias, and b in shared memory."""
 
     x: Any
     w: Any
@@ -245,8 +245,8 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype. dz is the gradient with respect to z,
-    `(rows, outputs)`, and other arguments are arguments and results of `forward`."""
+    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype. dz, `(rows, outputs)`, is the
+    gradient with respect to z. Other arguments are arguments and results of `forward`."""
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
@@ -282,8 +282,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """References to the arrays of `input_gradient`. With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂
-    over each warpgroup's half of a row. `hat` refers to x̂, and is None if x̂ is unused."""
+    """With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row. `hat`
+    refers to x̂, and is None if x̂ is unused."""
 
     dz: Any
     x: Any

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
 Groups of rows stream by TMA through a ring of stages (`row_stream.py`). A persistent CTA loads blocks of rows from a
-stage into registers (`row_block.py`), and overwrites the rows in the stage with the results. `layer_norm.py` has the
-formulas, and the reason why a row's mean is stored as an `offset`.
+stage into registers (`row_block.py`), and overwrites them in the stage with the results. `layer_norm.py` has the
+formulas.
 """
 
 import dataclasses
@@ -135,8 +135,8 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`. offset and inv_std are results of `normalise`. If
-    inv_std is None, the kernel computes both from x."""
+    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`. If inv_std is None, the kernel computes offset and
+    inv_std from x."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
@@ -176,13 +176,12 @@ def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Confi
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_from_x_heuristic)
 def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> tuple[Array, Array]:
-    """Return (dx, x̂) in x's dtype, computed from `t = dy * scale` and x. x̂ is the normalized x, before scale and
-    bias."""
+    """Return (dx, x̂) in x's dtype, from `t = dy * scale` and x."""
     return _launch_input_gradient(t, x, None, eps, config)
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` is x̂, and the result is (dx,). Otherwise, compute x̂ and inv_std, and return (dx, x̂)."""
+    """If eps is None, `x` is x̂, and the result is (dx,). Otherwise, the result is (dx, x̂)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -274,7 +273,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # dbias has no sum without `center`. There are no sums if dscale and dbias are unused.
+            # Without `center`, dbias has no sum. Unused dscale and dbias have no sums.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums

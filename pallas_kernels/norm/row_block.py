@@ -1,7 +1,7 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block has one row per warp, or one row for the whole warpgroup. The warpgroup loads it from shared memory as float32.
-A sum along a row uses shuffles if a warp has the row, and shared memory otherwise.
+A block has one row per warp, or one row for the whole warpgroup, as float32. A sum along a row uses shuffles if a warp
+has the row, and shared memory otherwise.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """A row's statistics, defined in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
+    """A row's statistics, as in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -28,8 +28,7 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last axis
-    of a TMA copy."""
+    """`(rows, hidden / piece, piece)`, where `piece` is the number of columns on the last axis of a TMA copy."""
 
     hidden: int
     rows: int
@@ -93,14 +92,14 @@ class Block:
 
     def groups(self, rows: int) -> list[list[int]]:
         """Divide the rows into blocks, given as their first rows, and return lists of blocks to compute together.
-        Blocks with one row per warp are in one list, so that the latencies of their shuffles overlap. A block with one
-        row per warpgroup is alone, because it needs all registers."""
+        Blocks with one row per warp are in one list, to overlap the latencies of their shuffles. A block with one row
+        per warpgroup is alone, because it needs all registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function without arguments that returns the value of `compute()`. With one row per warp, each call
-        computes the value again. Otherwise, the value stays in registers."""
+        """Return a function without arguments that returns `compute()`. With one row per warp, each call computes the
+        value again. Otherwise, the value stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
@@ -118,8 +117,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return two lists with one element per block: the normalized blocks x̂, as functions without arguments (see
-        `values`), and the statistics, which are computed unless `known_statistics` has them."""
+        """Return x̂, as a function without arguments (see `values`), and the statistics of each block. The statistics
+        are computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
@@ -141,7 +140,7 @@ class Block:
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return a block's dx, `inv_std * (t - mean - x̂ * projection)`, with projection and mean from `means`."""
+        """Return `inv_std * (t - mean - x̂ * projection)`, with projection and mean from `means`."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)
@@ -149,7 +148,7 @@ class Block:
 
 
 def block_of(hidden: int) -> Block | None:
-    """Return the `Block` for rows of `hidden` columns, or None for an unsupported width."""
+    """Return None for an unsupported width."""
     if hidden <= 1024 and hidden % 128 == 0:
         layout = plgpu.Layout.TILED(plgpu.Tiling(((4, 1, 128), (4,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
         return Block(hidden, 4, 128, layout)

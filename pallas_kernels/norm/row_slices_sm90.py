@@ -1,5 +1,4 @@
-"""Arithmetic of LayerNorm on a block of 64 rows in a warpgroup's registers, in float32, one slice of columns at a
-time."""
+"""Arithmetic of LayerNorm on a block of 64 rows in registers, in float32, one slice of columns at a time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -52,8 +51,8 @@ def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
 
 
 def normalise_rows(x: Array, first_values: Array, eps: float) -> tuple[Callable[[Any], Array], Array, Array]:
-    """Return (x̂, offset, inv_std) of `layer_norm.py` for a block of rows. x̂ is a function from a slice of columns to
-    the normalized values there."""
+    """Return (x̂, offset, inv_std) of `layer_norm.py`. x̂ is a function from a slice of columns to their normalized
+    values."""
     pieces, share = column_slices(x.shape[1]), 1 / x.shape[1]
 
     def difference(columns):

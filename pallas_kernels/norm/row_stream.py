@@ -1,7 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each CTA computes every n-th group of rows. Results overwrite the rows in the stage, and a TMA copy writes
-them to device memory. Beyond the array's last row, copies read zeros and write nothing.
+With n CTAs, each CTA computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
+device memory. Beyond the array's last row, copies read zeros and write nothing.
 """
 
 import dataclasses
@@ -20,12 +20,8 @@ from pallas_kernels.norm.row_block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How CTAs process rows.
-
-    Attributes:
-      rows: rows per group, whole blocks (`row_block.py`). A group fills one stage.
-      programs: resident CTAs per multiprocessor.
-    """
+    """`rows` is the number of rows per group, whole blocks that fill one stage. `programs` is the number of CTAs per
+    multiprocessor."""
 
     rows: int
     stages: int
@@ -34,7 +30,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A persistent CTA's loop over groups of rows. `programs` counts the CTAs on all multiprocessors."""
+    """`programs` counts the CTAs on all multiprocessors."""
 
     block: Block
     config: Config
@@ -52,8 +48,8 @@ class Stream:
     ) -> Any:
         """For each group of rows, call `carry = step(first_row, stages, wait, carry)`, and return the last carry.
 
-        `step` gets one stage per array of `sources`. After `step` has called `wait()`, the stages hold the group's
-        rows. `step` overwrites the i-th stage with the result for the i-th array of `targets`.
+        `step` gets one stage per array of `sources`. The stages hold the group's rows after `step` has called `wait()`.
+        `step` overwrites the i-th stage with the result for the i-th array of `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)

@@ -1,4 +1,3 @@
-"""The statistic that all normalization kernels share."""
 
 import jax.numpy as jnp
 from jax import Array, lax

@@ -20,18 +20,17 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread, of which the largest that leaves `_WANTED_PROGRAMS` CTAs is taken. Numbers
-from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. The largest that leaves `_WANTED_PROGRAMS` CTAs is taken. 4 to 32 were
+equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
 """Maximum elements per thread with mixed dtypes. Only vectors with equally many elements per load can be combined, and
-a load has up to 8 bytes (Mosaic GPU's strided layout), two float32 elements."""
+a load has at most 8 bytes (Mosaic GPU's strided layout)."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
-"""Elements per widest access of a thread: 16 bytes, four float32 (CUDA C++ Programming Guide, device memory
-accesses)."""
+"""Elements per widest access of a thread, 16 bytes (CUDA C++ Programming Guide, device memory accesses)."""
 _LONG_ROW = 4 * LANES
 """Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended by earlier axes, along which arrays
 are broadcast in memory."""
@@ -45,7 +44,7 @@ class Config:
 
 
 def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
-    """Return a message if an array is too large for the kernels' 32-bit indices, else None."""
+    """Return a message if an array is too large for the kernels' 32-bit indices."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -68,8 +67,7 @@ def _heuristic(formula, *arrays, shape=None):
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
-    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays. An array
-    that is broadcast along some but not all axes of a row (see `Rows`) is first broadcast in memory.
+    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
@@ -83,7 +81,7 @@ def elementwise(
     dtype, size = arrays[0].dtype, math.prod(shape)
     structure = results_structure(formula, arrays)
     if size == 0:
-        # JAX cannot map the derivative of a constant over a batch, so results are derived from an argument.
+        # JAX cannot map the derivative of a constant over a batch, so results derive from an argument.
         return structure.unflatten([jnp.broadcast_to(arrays[0], shape)] * structure.num_leaves)
     if size < LANES:
         arrays = _fill_vector(arrays, shape)
@@ -103,7 +101,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # If the rest of the row is shorter than a vector, the vector begins earlier and recomputes elements.
+            # A vector beyond the end of the row begins earlier, and recomputes elements.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)

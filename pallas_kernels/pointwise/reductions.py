@@ -1,7 +1,7 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums part of one row to one element, or part of one block of columns to a vector with one sum per column. XLA adds
-the sums of the parts.
+A CTA sums part of a row to one element, or part of a block of columns to one sum per column. XLA adds the sums of the
+parts.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from pallas_kernels.pointwise.elementwise import (
 _WANTED_PROGRAMS = 2048
 """CTAs to aim for. More were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum elements of a vector per thread. Along columns, a thread keeps one sum per element. Not tuned."""
+"""Maximum elements of a vector per thread, which keeps one sum per element along columns. Not tuned."""
 _MIXED_ELEMENTS = 2
 """Maximum elements per thread with mixed dtypes, as in `elementwise.py`."""
 
@@ -54,8 +54,7 @@ class _Walk:
       shape: shape of the data that the kernel reads, with the axes in the order `order`.
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
       order: order of the axes, or None if they are not transposed.
-      columns: if not None, the data is reshaped to a matrix with this number of columns. Zeros pad each row to at least
-        `LANES` elements.
+      columns: if not None, the data is reshaped to this number of columns, and padded with zeros to at least `LANES`.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
 
@@ -81,7 +80,7 @@ class _Walk:
         if math.prod(shape[i] for i in summed_axes) >= LANES:
             order = (*kept_axes, *summed_axes)
             return cls(tuple(shape[i] for i in order), len(kept_axes), order=order)
-        # All axes are short. The kept axes become the columns of a matrix, padded to a vector.
+        # All axes are short. The kept axes become the columns of a matrix.
         columns = math.prod(shape[i] for i in kept_axes)
         matrix = math.prod(shape[i] for i in summed_axes), max(columns, LANES)
         return cls(matrix, 0, along_columns=True, order=(*summed_axes, *kept_axes), columns=columns)
@@ -111,9 +110,9 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data is a
-    stack of `count` matrices, with `blocks` blocks of columns each. Each step adds a vector from the next row of the
-    matrix, and a sum is a vector.
+    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, a sum is a
+    vector, and the data is a stack of `count` matrices of `blocks` blocks of columns each. Each step adds a vector from
+    the next row of the matrix.
     """
 
     rows: Rows
@@ -128,8 +127,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and the index in this row of the vector's first element. Along columns, the
-        last two blocks may overlap."""
+        """Return the row that a step reads, and its first element in this row. Along columns, the last two blocks may
+        overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length
@@ -168,9 +167,8 @@ def _heuristic(formula, *arrays, axes):
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
-    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays.
-
-    The order of summation is fixed. If a row does not end with a whole vector, XLA sums the remaining elements.
+    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays, in a fixed
+    order. If a row does not end with a whole vector, XLA sums the remaining elements.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors, as in `elementwise`.
@@ -213,7 +211,7 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return the sums over `walk.axis`. The axes after it must have enough elements for one vector."""
+    """Return sums over `walk.axis`. Later axes must have enough elements for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)

@@ -1,7 +1,7 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
 Arrays come in several lists, such as parameters, moments, and gradients. A CTA computes one block of the i-th arrays of
-all lists. It finds i by comparing its index with the index of each array's first CTA.
+all lists. It compares its index with the index of each array's first CTA to find i.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
-"""Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 elements per list would take
-most registers. Not tuned."""
+"""Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 per list would take most
+registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
-"""Maximum average elements per array. The kernel was faster than XLA with 128,000 elements, but not with 1,024,000:
+"""Maximum average elements per array. The kernel was faster than XLA with 128,000, but not with 1,024,000:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum arrays of each list per launch, because the compile time grows faster than this number. Not tuned."""
+"""Maximum arrays of each list per launch. The compile time grows faster than this number. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 Arrays = Sequence[Array]
@@ -57,8 +57,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Unless results are in place, XLA copies every array in a training loop, one launch per array. For large arrays,
-    # XLA is faster, because it can fuse the update with the computation of the gradient.
+    # Unless results are in place, XLA copies every array in a training loop, one launch per array. XLA is faster for
+    # large arrays, because it can fuse the update with the gradient.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -76,8 +76,8 @@ def updates(
 ) -> tuple[list[Array], ...]:
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    The new arrays have the structure and dtypes of `changed`. They use the memory of `changed`, which XLA copies first
-    if it is still needed. The kernel runs only on GPUs and in the simulator.
+    The results have the structure and dtypes of `changed`, and use its memory. XLA first copies arrays that are still
+    needed. The kernel runs only on GPUs and in the simulator.
 
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
@@ -97,7 +97,7 @@ def updates(
 
 
 def _update(formula, scalars, changed, constant, config):
-    """Compute `updates` in one launch, for arrays that are not empty."""
+    """No array may be empty."""
     shape = LANES * config.accesses, _width([*changed, *constant])
     ends = list(itertools.accumulate(-(-a.size // math.prod(shape)) for a in changed[0]))
     flat_changed, flat_constant = (
