@@ -35,8 +35,6 @@ def _needs_calls() -> bool:
 
 
 def _not_inlined(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that computes f(x). XLA inlines neither it nor its derivatives."""
-
     @jax.jit
     def inner(x):
         # XLA may inline the calls inside f.

@@ -160,8 +160,7 @@ def _put(kept, slot, state):
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A plan to visit n segments of steps from the last to the first. A visit fetches a kept state, and recomputes the
-    states from there to its segment.
+    """A plan of visits (see `_binomial`) to n segments of steps, from the last to the first.
 
     Attributes:
       slots: the number of slots for one state each. An extra slot receives the states that are not kept.

@@ -130,8 +130,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` are the hyperparameters that are not
-    arrays, and `arrays` the others."""
+    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` has the hyperparameters that are not
+    arrays. The methods' argument `arrays` has the others."""
 
     numbers: Mapping[str, Any]
     mask: Any

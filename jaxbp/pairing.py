@@ -117,7 +117,6 @@ class Op(Generic[P, R]):
         self.unsupported = unsupported or (lambda *arrays, **options: None)
         self.default = default or DefaultImplementation()
         self.partitioned, self.sharded_like = partitioned, sharded_like
-        # JAX caches compiled functions by identity.
         self._built = remembered(self._build)
         self._compiled = remembered(self._compile) if jit else None
         self._renamed: dict[str, Op[P, R]] = {}
@@ -163,7 +162,7 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return a function whose results' sharding the op's results get, or None if JAX infers it."""
+        """Return a function whose results have the wanted sharding, or None if JAX infers the sharding."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
@@ -205,7 +204,6 @@ class Op(Generic[P, R]):
             raise
 
     def _available(self, implementation: str) -> str:
-        """Return `implementation`, or if the op lacks it, the first of "xla", "autodiff", and "pallas" that it has."""
         return next(name for name in (implementation, "xla", "autodiff", "pallas") if name in self.implementations)
 
     def named(self, name: str) -> "Op[P, R]":
@@ -404,7 +402,6 @@ class Pair(Op[P, R]):
 
 
 def transpose(linear: Callable[[Array], Array], shape: tuple[int, ...], dy: Array) -> Array:
-    """Return the gradient of `linear`, a linear function of an array of shape `shape`."""
     _, zero = unify_varying_axes((dy, jnp.zeros(shape, dy.dtype)))
     return jax.vjp(linear, zero)[1](dy)[0]
 
@@ -447,7 +444,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Arrays in `saved` that are not arguments get the op's name (`checkpoint_name`), also in y."""
+    """Name arrays in `saved` that are not arguments after the op (`checkpoint_name`), also in y."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

@@ -32,7 +32,6 @@ PRESETS = {
     "mixed_bfloat16": ("float32", "bfloat16", "float32"),
     "mixed_float16": ("float32", "float16", "float32"),
 }
-"""Dtypes for parameters, computation, and results."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy

@@ -37,7 +37,6 @@ class Axes:
 
 
 BatchAxes = Callable[..., Axes]
-"""A function from a kernel's arrays to their batch axes."""
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
@@ -64,7 +63,7 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded by the compiler, with the results' sharding that JAX infers for `autodiff`.
+    """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
     With explicit axes, the products in a hand-written backward might have to declare their sharding."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
@@ -77,9 +76,9 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device, with the device's part of the examples, or with all examples
-    if these cannot be divided evenly. Each result must have a batch axis or be a sum over the examples. `formula` in
-    jnp determines the shapes of the results."""
+    """Return a function that runs `kernel` on each device with the device's part of the examples. If the examples
+    cannot be divided evenly, every device gets all examples. Each result must have a batch axis or be a sum over the
+    examples. `formula`, the same function in jnp, determines the shapes of the results."""
 
     @functools.wraps(kernel)
     def call(*arrays):

@@ -13,11 +13,9 @@ from jaxtyping import Bool, Float, Key, UInt32
 
 AnyArray = Array | np.ndarray
 AnyFloats = Float[AnyArray, "*shape"]
-"""A floating argument. In one signature, all have the same shape."""
 Floats = Float[Array, "*shape"]
-"""A floating result, in the shape of the arguments of type `AnyFloats`."""
 AnyMask = Bool[AnyArray, "*mask"]
-"""True for included elements. A mask broadcasts to the array of these elements."""
+"""True for included elements."""
 Number = float | Float[AnyArray, ""]
 AnyKey = Key[Array, ""] | UInt32[AnyArray, "2"]
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")

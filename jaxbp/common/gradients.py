@@ -12,8 +12,6 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A leaf of an argument. Shape and dtype are None if the leaf is not an array."""
-
     path: str
     shape: tuple[int, ...] | None
     dtype: np.dtype | None
@@ -22,7 +20,7 @@ class _Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The structures, shapes, and dtypes of a function's arguments, as a key of a cache."""
+    """The structures, shapes, and dtypes of a function's arguments."""
 
     leaves: tuple[_Leaf, ...]
     structure: Any
@@ -104,8 +102,6 @@ def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
 
 
 def in_dtypes_of(arguments: Any, gradients: Any) -> Any:
-    """Return each gradient in the dtype of its argument, if the argument is floating."""
-
     def converted(a, gradient):
         dtype = jnp.result_type(a)
         is_other = dtype != gradient.dtype and jnp.issubdtype(dtype, jnp.floating)

@@ -15,8 +15,8 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even
-    for NaN."""
+    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even if
+    `a` is NaN there."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
@@ -61,8 +61,8 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores. Float32 may, unless `precision`, by default JAX's default
-    precision, excludes TF32."""
+    """Return whether products may run on the tensor cores. Products in float32 may, unless `precision` excludes TF32.
+    None means JAX's default precision."""
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

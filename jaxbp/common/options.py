@@ -12,7 +12,7 @@ REMEMBERED = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """Options of an op as a key of a cache. Values of different types are unequal, such as 2 and 2.0."""
+    """A key of a cache. Values of different types are unequal, such as 2 and 2.0."""
 
     values: Mapping[str, Any]
 

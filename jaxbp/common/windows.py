@@ -11,7 +11,6 @@ from jax import lax
 from jaxbp.common import checks
 
 Size = int | tuple[int, int]
-"""One int, or a pair (rows, columns)."""
 AxisPadding = int | tuple[int, int]
 """One int for both ends of an axis, or a pair (before, after)."""
 Padding = int | str | Sequence[AxisPadding]
@@ -101,7 +100,6 @@ def window_padding(op, padding, input_size, window, stride) -> tuple[tuple[int, 
 
 
 def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
-    """Require that a window or filter, called `name` in the error, is not larger than the padded input."""
     if not fits(extent, input_size, padding):
         by = lambda sizes: " x ".join(map(str, sizes))  # noqa: E731
         padded = by(size + sum(p) for size, p in zip(input_size, padding, strict=True))

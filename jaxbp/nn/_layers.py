@@ -91,7 +91,8 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """`jaxbp.layer_norm` with its parameters, `scale` of ones and `bias` of zeros, `(hidden,)`. `rngs` is unused."""
+    """`jaxbp.layer_norm` with its parameters `(hidden,)`. `scale` starts at one, and `bias` at zero. `rngs` is
+    unused."""
 
     def __init__(
         self,

@@ -111,9 +111,11 @@ class LeNet(nnx.Module):
 def lenet_saved_tensors(
     model: LeNet, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
-    """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward:
-    the inputs of the five layers with parameters, the positions of both pools' maxima, the logits, and if the model is
-    not fused, the pools' inputs."""
+    """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward.
+
+    The tensors are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits.
+    If the model is not fused, they also include the pools' inputs.
+    """
     saved = {}
     x = model._features(images, saved.__setitem__)
     if model._dense_fused:

@@ -15,8 +15,8 @@ IMAGE_SIZE = 28
 
 
 class MixerBlock(nnx.Module):
-    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels, where
-    the norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
+    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels. The
+    second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
 
     `patches_hidden` and `channels_hidden` are the MLPs' hidden widths. Every layer gets the options `implementation`,
     `dtype`, and `rngs`.

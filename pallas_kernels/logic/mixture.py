@@ -34,7 +34,7 @@ Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One gate per thread, so there is nothing to choose."""
+    """A config without fields, because each thread computes one gate."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:

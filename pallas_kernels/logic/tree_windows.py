@@ -30,7 +30,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`height` and `width` are the padded image's size, and `rows` and `columns` the pooled output's."""
+    """`height` and `width` are the size of the padded image, and `rows` and `columns` the size of the pooled output."""
 
     height: int
     width: int

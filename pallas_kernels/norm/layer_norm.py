@@ -7,8 +7,8 @@ store its `offset`, the mean minus the row's first element. If the mean is far f
 digits of `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
-part of dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared memory, the
-kernels also run in the interpreter.
+part of dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels use no shared memory,
+so they also run in the interpreter.
 """
 
 import dataclasses

@@ -262,7 +262,7 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Add these blocks' terms to `sums`."""
+        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus the blocks' terms."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)

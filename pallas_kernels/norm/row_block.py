@@ -28,7 +28,8 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """`(rows, hidden / piece, piece)`, where `piece` is the number of columns on the last axis of a TMA copy."""
+    """`rows` rows in registers, `(rows, hidden / piece, piece)`. `piece` is the number of columns on the last axis of a
+    TMA copy."""
 
     hidden: int
     rows: int

@@ -20,8 +20,8 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. The largest that leaves `_WANTED_PROGRAMS` CTAs is taken. 4 to 32 were
-equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. The largest that leaves `_WANTED_PROGRAMS` CTAs is taken. Numbers from 4 to
+32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
@@ -44,7 +44,6 @@ class Config:
 
 
 def unsupported_indices(*shapes: tuple[int, ...]) -> str | None:
-    """Return a message if an array is too large for the kernels' 32-bit indices."""
     return "2^31 or more elements" if any(math.prod(shape) >= 2**31 for shape in shapes) else None
 
 
@@ -138,7 +137,6 @@ def _fill_vector(arrays, shape):
 
 
 def float32_or_integer(dtype: Any) -> Any:
-    """Return the dtype in which a kernel computes: float32 for floats, `dtype` for integers."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

@@ -127,8 +127,8 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and its first element in this row. Along columns, the last two blocks may
-        overlap."""
+        """Return the row that a step reads, and the index in this row of the vector's first element. Along columns, the
+        last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
         return row, step * self.length

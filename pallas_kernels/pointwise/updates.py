@@ -131,5 +131,4 @@ def _body(scalars_ref, changed, constant, *new, formula, ends, shape, program):
 
 
 def _width(lists: Sequence[Arrays]) -> int:
-    """Return how many elements of the widest dtype one access can load."""
     return _ACCESS_BYTES // max(jnp.dtype(a.dtype).itemsize for arrays in lists for a in arrays)

@@ -94,8 +94,6 @@ def _wrap(i, n):
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The neighborhoods of a group of cells, read from the state and written to shared memory."""
-
     team: Team
     state: Any
 

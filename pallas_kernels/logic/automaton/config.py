@@ -87,7 +87,7 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # A single group cannot fetch its first wires during an earlier group. Fastest in
+        # A CTA with one group cannot fetch wires during an earlier group. These lanes and lookahead were the fastest:
         # docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.

@@ -97,10 +97,8 @@ class Backward:
     """The backward of all layers for one group of cells.
 
     Attributes:
-      consumers: the tables of `Plan.consumers` in one array.
       sums: sums of dc in registers, one block for each of `_parts`; None if they are in device memory.
       previous_total, total: sums of dc in device memory, before and after this group.
-      dseen: gradients with respect to the automaton's inputs.
     """
 
     circuit: Circuit
@@ -114,7 +112,7 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the previous step's barrier, but for the last layer, that step writes the inputs.
+            # `read` runs before the barrier of the previous step, which writes the last layer's inputs.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -219,7 +217,7 @@ def copy_totals(plan, team, source, destination):
 
 def add_totals(plan, team, rows, sums, before, after):
     """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc. If warpgroups divide a part's
-    slices, the second passes its sums to the first through shared memory."""
+    slices, the second warpgroup passes its sums to the first through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

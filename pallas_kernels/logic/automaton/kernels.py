@@ -101,8 +101,9 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total): the gradients with respect to the states of the nine cells that each cell sees, to
-    the states that cells keep if they do not fire, and to the coefficients, one sum per CTA and lane.
+    """Return (dseen, dkept, total). dseen is the gradient with respect to the states of the nine cells that each cell
+    sees. dkept is the gradient with respect to the states that cells keep if they do not fire. total has the gradients
+    with respect to the coefficients, one sum per CTA and lane.
 
     The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
     state is its dkept plus its gradients in the dseen of the nine cells that see it.
@@ -113,7 +114,7 @@ def tick_backward(
       consumers: int32, the tables of `Plan.consumers`.
       dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, the sums of later ticks. The result includes this tick.
+      total: `(programs, plan.gates, 4)` float32, the sums of later ticks.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),
@@ -165,7 +166,7 @@ def _groups_of_program(plan, config):
 
 def _visit_groups(plan, config, program, team, rows, loads, steps, carry=None):
     """Compute a CTA's groups of cells. `steps(slices, carry)` returns a group's steps, which change the list `carry` in
-    place. Return the last carry. During a group's last steps, `loads` fetch the next group's data."""
+    place. Return the last carry. During a group's last steps, the objects `loads` fetch the next group's data."""
     groups, width = _groups_of_program(plan, config), rows.shape[-1]
 
     def slices_of(i):

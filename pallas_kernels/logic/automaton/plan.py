@@ -3,12 +3,13 @@
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
 called kernels, each evaluated once per channel.
 
-A row has one float32 for each cell that a CTA computes at a time. First come the inputs, in the order (position in the
-neighborhood, channel), then the gates of each layer, in perception in the order (gate, kernel, channel).
+A row has one float32 for each cell that a CTA computes at a time. The rows of the inputs come first, in the order
+(position in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate,
+kernel, channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-layers whose backward is finished. Each consumer of a row, a gate that reads it, writes its gradient to a separate row,
-and tables list these rows.
+layers whose backward is finished. The consumers of a row, the gates that read it, write their gradients to separate
+rows, which tables list.
 """
 
 import dataclasses
@@ -29,7 +30,6 @@ class Layer:
     Attributes:
       lanes: rows, one per lane, padded to a multiple of a warpgroup's threads.
       count: rows with a gate or an input.
-      max_consumers: most consumers of any of these rows.
       copies: number of consecutive lanes with equal coefficients.
     """
 
@@ -54,10 +54,7 @@ class Plan:
 
     Attributes:
       batch: number of grids.
-      periodic: whether a grid wraps around at its edges.
-      kernels: number of perception's kernels.
       perception: gates per kernel in each layer of perception.
-      update: gates in each layer of the update.
       output_consumers: for each layer but the last, the most consumers of an output.
       neighbour_consumers: most consumers of an input in perception's first layer.
       centre_consumers: most consumers of an input from the center cell in the update's first layer.
@@ -85,7 +82,6 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> Layer:
-        """Rows of the inputs, followed by at least one row of zeros."""
         return Layer(0, padded_lanes(self.neighbourhood + 1), self.neighbourhood, self.neighbour_consumers)
 
     @property
@@ -137,7 +133,6 @@ class Plan:
 
     @functools.cached_property
     def gradients(self) -> "GradientRows":
-        """Rows of layers whose backward is finished, and a few rows after the last layer."""
         first_update, firsts, ends = len(self.perception), {}, {}
         for i in reversed(range(len(self.layers))):
             layer = self.layers[i]
@@ -198,7 +193,6 @@ class GradientRows:
         the update's first layer, these rows are reused after the layer before has read them.
       kernel_sums: rows for the gradients of the inputs of perception's first layer, summed over kernels, in the order
         (a or b, gate, channel).
-      outputs: rows for the gradients of the outputs of the last layer.
     """
 
     firsts: tuple[int, ...]

@@ -25,7 +25,6 @@ class Part:
       first, offset: the part's first row in shared memory, and first lane within the layer.
       is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes the part, or each
         computes it for one slice of the cells.
-      is_last: whether this is the warpgroup's last part of the layer.
     """
 
     first: Any
