@@ -88,7 +88,7 @@ def fused_adamw(
     `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.
 
     Args:
-      mask: which parameters decay, as in `optax.adamw`. With a mask, there are two launches per dtype.
+      mask: as in `optax.adamw`. With a mask, there are two launches per dtype.
       clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
         kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None is Optax.

@@ -87,8 +87,8 @@ def of_floating(gradients: Any, arguments: tuple) -> Any:
 
 
 def by_autodiff(function: Callable, dy: Any, *arguments: Any) -> Any:
-    """Return the gradients that `of_floating` selects, computed by autodiff. dy is the gradient with respect to the
-    result. A leaf that is not floating has the gradient None."""
+    """Return the gradients that `of_floating` selects, computed by autodiff. A leaf that is not floating has the
+    gradient None."""
     leaves, structure = jax.tree.flatten(arguments)
     floating = [i for i, a in enumerate(leaves) if _is_floating(a)]
 

@@ -53,7 +53,6 @@ def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array
 
 
 def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
-    """Return `exp(a - largest)` and its sum, in float32 or wider, where `largest` is the largest element."""
     # XLA compiles this to one kernel, but not with a test of whether `largest` is finite.
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     e = jnp.exp(upcast(a) - largest)

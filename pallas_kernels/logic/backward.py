@@ -1,4 +1,4 @@
-"""Gradients of a layer of two-input gates. Features are the first axis, and the batch is the last.
+"""Gradients of a layer of two-input gates.
 
 For example n, gate g computes `y = c0 + c1 a + c2 b + c3 a b` from a = x[a[g], n], b = x[b[g], n], and its coefficients
 c[g]. If dy is the gradient with respect to y,
@@ -7,13 +7,13 @@ c[g]. If dy is the gradient with respect to y,
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
     dc[g] = sum over n of dy[g, n] * (1, a, b, a * b)
 
-The gates that read an input are its consumers. The kernels differ in what one CTA computes:
+The gates that read an input are its consumers. One CTA computes
 
-- `gradients_by_gate`: dx and dc of a few gates. Every input has one consumer.
-- `gradients_by_input`: dx of one input and dc of some of its consumers.
-- `gradients_along_trail`, in `backward_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc
-  of some of their consumers. All inputs have two consumers, or all have four.
-- `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. They start all loads at once,
+- in `gradients_by_gate`: dx and dc of a few gates, if every input has one consumer;
+- in `gradients_by_input`: dx of one input and dc of some of its consumers;
+- in `gradients_along_trail` (`backward_along_trail`): dx of consecutive inputs of the Euler trail (see `Graph`), and dc
+  of some of their consumers;
+- in `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. All loads start at once,
   because a CTA with short rows mostly waits for loads.
 
 dy is `(gates, N)`, with N a multiple of `LANES`, or `(groups, N)` if equally large groups of neighboring gates share a

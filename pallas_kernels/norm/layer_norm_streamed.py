@@ -281,7 +281,7 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """The kernels that compute only dx. If eps is None, they read x̂, otherwise x."""
+    """If eps is None, the kernels read x̂, otherwise x."""
 
     eps: float | None
 

@@ -141,7 +141,7 @@ class Block:
         return list(zip(projections, means, strict=True))
 
     def input_gradient(self, t: Array, hat: Array, inv_std: Array, projection: Array, mean: Array | None) -> Array:
-        """Return `inv_std * (t - mean - x̂ * projection)`, with projection and mean from `means`."""
+        """Return dx, with `projection` and `mean` from `means`."""
         dx = t - hat * self.broadcast_rows(projection)
         if mean is not None:
             dx = dx - self.broadcast_rows(mean)

@@ -46,7 +46,7 @@ def first_values_of(x: Array) -> Array:
 
 
 def sum_slices(function: Callable[[Any], Array], pieces: Sequence) -> Array:
-    """Return one sum per row. `function` maps a slice of columns to an array with these columns."""
+    """`function` maps a slice of columns to an array with these columns."""
     return jnp.sum(functools.reduce(jnp.add, map(function, pieces)), axis=1)
 
 

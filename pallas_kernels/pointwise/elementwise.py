@@ -149,7 +149,6 @@ class Rows:
     """Division of arrays that broadcast to `shape` into rows. In a row, each array has either all elements or only one.
 
     Args:
-      arrays: the arrays, or other objects with their shapes and dtypes.
       axis: first of the axes that a row spans. The default gives the longest rows. If an array has some but not all
         elements of a row, `flatten` broadcasts it in memory.
 

@@ -15,7 +15,7 @@ from pallas_kernels.logic.automaton.schedule import Team
 
 class _StateElements(NamedTuple):
     """Elements of the state, one per lane. `row` and `column` locate an element in the last layer's rows, and `place`
-    in the state. Where `valid` is False, the indices point to an unused element."""
+    in the state. If `valid` is False, they locate an unused element."""
 
     row: Array
     column: Array

@@ -1,13 +1,13 @@
 """The gates of an automaton's layers, and their backward. Each lane computes one gate.
 
 A gate with inputs a and b and coefficients c0 to c3 computes `y = c0 + c1 a + c2 b + c3 ab`. Each of a, b, and y is a
-row of shared memory with one value per cell. If dy is the gradient with respect to y, the backward computes
+row of shared memory with one value per cell. The backward computes
 
     da = dy (c1 + c3 b)
     db = dy (c2 + c3 a)
     dc = sum over cells of dy (1, a, b, ab)
 
-dy is the sum of the gradients that the gate's consumers wrote: see plan.py.
+dy, the gradient with respect to y, is the sum of the gradients that the gate's consumers wrote: see plan.py.
 """
 
 import dataclasses
@@ -137,8 +137,7 @@ class Backward:
         return [load(self.consumers.at[place], vector_layout(part.lanes), optimized=False) for place in places]
 
     def slices(self, part):
-        """Return this warpgroup's slices for a part's gradients. Warpgroups divide the slices only if the sums of dc
-        are in registers."""
+        """Warpgroups divide the slices only if the sums of dc are in registers."""
         slices = self.circuit.slices
         return slices if self.sums is None else self.circuit.team.own(part, slices)
 
@@ -180,8 +179,7 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """Sum the gradients with respect to perception's inputs over kernels. `firsts[0]` has each lane's row for the
-        first kernel."""
+        """`firsts[0]` has each lane's row for the first kernel."""
         plan = self.circuit.plan
 
         def sum_slices(slices):

@@ -176,8 +176,8 @@ class Table:
 
 class ConsumerTables(NamedTuple):
     """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
-    `kernel_sums`, for sums over perception's kernels, lists only the first kernel's row. The other rows follow at
-    distances of `channels`."""
+    `kernel_sums` lists only the row of perception's first kernel. The other kernels' rows follow at distances of
+    `channels`."""
 
     layers: tuple[Table, ...]
     inputs: Table

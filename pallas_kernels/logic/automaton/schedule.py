@@ -1,7 +1,7 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-The lanes of a layer are divided into parts, whose values fit in the registers of one warpgroup. Each warpgroup computes
-one step per part, and fetches a step's operands from device memory a few steps earlier.
+The lanes of a layer are divided into parts, whose values fit in one warpgroup's registers. A warpgroup computes one
+step per part, and fetches a step's operands from device memory a few steps earlier.
 """
 
 import dataclasses
