@@ -51,11 +51,8 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the last state, and the states kept for `reverse_scan`. Step t computes `state = step(state, t)`.
-
-    `memory` is any policy except "all". `unroll` is the number of steps in the body of a compiled loop. `keep` maps a
-    state to the part that `reverse_scan` needs.
-    """
+    """Return the last state, and the states kept for `reverse_scan`. Step t computes `state = step(state, t)`. `memory`
+    is not "all". `keep` maps a state to the part that `reverse_scan` needs."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)
@@ -84,7 +81,7 @@ def reverse_scan(
     step: Callable, step_backward: Callable, kept: Any, carry: Any, steps: int, memory: Memory, *, unroll: int = 1
 ) -> Any:
     """Compute `carry = step_backward(carry, state, t)` for t from `steps - 1` to 0, with the state before step t, and
-    return the last carry. `kept` is the second result of `advance` with the same steps and policy."""
+    return the last carry. `kept` is the second result of `advance`."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     kept, last = kept

@@ -39,7 +39,7 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Floating dtypes of a model. A policy is hashable, so it may be a static argument of `jax.jit`.
+    """Floating dtypes of a model. A policy may be a static argument of `jax.jit`.
 
     Attributes:
       param_dtype: for the parameters, their gradients, and the optimizer's state.

@@ -28,7 +28,7 @@ class Axes:
     """Batch axes of the arguments of a kernel.
 
     Attributes:
-      of: maps the position of an argument to its batch axis, or to a sequence with one axis per leaf of a pytree.
+      of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.
       multiple_of: a number that must divide the number of examples per device.
     """
 
@@ -78,7 +78,7 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
     """Return a function that runs `kernel` on each device with the device's part of the examples. If the examples
     cannot be divided evenly, every device gets all examples. Each result must have a batch axis or be a sum over the
-    examples. `formula`, the same function in jnp, determines the shapes of the results."""
+    examples. `formula`, the same function in jnp, gives the results' shapes."""
 
     @functools.wraps(kernel)
     def call(*arrays):

@@ -22,8 +22,8 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Those named
-    in `optional` may be None."""
+    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Arguments
+    named in `optional` may be None."""
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
     for name, a in given.items():

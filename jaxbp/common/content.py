@@ -11,11 +11,8 @@ import numpy as np
 
 class ByContent:
     """A base of frozen dataclasses that compare arrays by dtype, shape, and bits, so that `jax.jit` compiles once for
-    equal static arguments.
-
-    The hash is computed once, so the arrays must not change. An object with an array that is a tracer or lies partly on
-    other hosts is equal only to itself.
-    """
+    equal static arguments. The arrays must not change. An object with a tracer, or an array partly on other hosts, is
+    equal only to itself."""
 
     @functools.cached_property
     def _content(self) -> Any:

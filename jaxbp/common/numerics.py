@@ -21,8 +21,8 @@ def select(where: Array | None, a: Array, other: float | Array) -> Array:
 
 
 def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
-    """Return `a`, but -inf where `where` is False, so that a softmax over `axis` ignores these elements. If this
-    excludes all elements along `axis`, they become 0, because the softmax of only -inf is NaN."""
+    """Return `a`, but -inf where `where` is False, so that a softmax over `axis` ignores these elements. If all
+    elements along `axis` are excluded, they become 0, because the softmax of only -inf is NaN."""
     if where is None:
         return a
     where = jnp.broadcast_to(where, a.shape)
@@ -37,8 +37,8 @@ def wide(dtype: DTypeLike) -> DTypeLike:
 
 
 def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | None = None) -> tuple[Array, Array]:
-    """Return the mean of the included elements, in float32 or wider, and its rounding error, the rest. Deviations
-    `(a - mean) - rest` keep their digits even far from zero."""
+    """Return the mean of the included elements, and its rounding error, the rest. Deviations `(a - mean) - rest` keep
+    their digits even far from zero."""
     # `mean + rest` does not depend on `mean`, so `mean` needs no gradient.
     mean = lax.stop_gradient(jnp.mean(upcast(a), axis=axis, keepdims=True, where=where))
     return mean, jnp.mean(upcast(a) - mean, axis=axis, keepdims=True, where=where)
@@ -46,7 +46,7 @@ def mean_and_rest(a: Array, axis: int | Sequence[int] | None, where: Array | Non
 
 def largest_and_total(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Array]:
     """Return the largest element and `total = Σ exp(a - largest)`, in float32 or wider. `exp(a - largest) / total` is
-    more accurate than `exp(a - logsumexp(a))`, because logsumexp is rounded."""
+    more accurate than `exp(a - logsumexp(a))`."""
     largest = lax.stop_gradient(jnp.max(upcast(a), axis=axis, keepdims=True, initial=-jnp.inf))
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     return largest, jnp.sum(jnp.exp(upcast(a) - largest), axis=axis, keepdims=True)

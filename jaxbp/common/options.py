@@ -35,6 +35,6 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build`, a function from an `Options` object to a function, with a cache of its results. JAX finds cached
-    traces by a function's identity, so equal options must give the same function."""
+    """Return `build` with a cache of its results. JAX finds cached traces by a function's identity, so equal options
+    must give the same function."""
     return functools.lru_cache(REMEMBERED)(build)

@@ -26,7 +26,6 @@ class Conv2d(nnx.Module):
     Args:
       stride, padding, precision, implementation: as in `jaxbp.conv2d`.
       dtype: the dtype of the computation, to which inputs and parameters are cast.
-      param_dtype: the dtype in which the parameters are stored.
       rngs: the stream `params` draws the parameters, uniformly within ±1/sqrt(number of inputs per output).
     """
 

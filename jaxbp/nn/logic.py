@@ -96,7 +96,6 @@ class LogicNetwork(nnx.Module):
 
     Args:
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      tau: a number above 0.
       wiring: makes the wires of a layer, `wiring(inputs, gates, seed)`.
       options: as in `LogicLayer`.
 

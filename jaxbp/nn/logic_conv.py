@@ -73,8 +73,6 @@ class LogicConvolution(NamedTuple):
     """A convolution of a `LogicConvNetwork`.
 
     Attributes:
-      kernels: the number of kernels.
-      window: the height and width of a kernel's window.
       stride, padding, pool: as in `LogicConv2d`.
       depth: the depth of the kernels' trees.
     """

@@ -10,10 +10,9 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 
 
 class Layer:
-    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax. It defines
-    `__call__`, which calls the op, or if `_needs_flax` returns True, the layer of Flax.
-
-    The constructor passes `args` and `options` to the layer of Flax. `implementation` is static.
+    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax, and its
+    `__call__` calls the op, or the layer of Flax if `_needs_flax` returns True. The constructor passes `args` and
+    `options` to Flax.
 
     Raises:
       ValueError: the implementation is unknown.

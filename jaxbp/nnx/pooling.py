@@ -32,8 +32,7 @@ def max_pool(
       padding: "SAME", "VALID", or one pair (before, after) per spatial axis, filled with -inf.
 
     Raises:
-      TypeError: a type or dtype is wrong.
-      ValueError: a shape or an option is wrong.
+      TypeError, ValueError: an argument is invalid.
       NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".
     """
     given = inputs, window_shape, strides, padding

@@ -40,7 +40,7 @@ from pallas_kernels.logic.forward import lane_block_length, unsupported_batch
 from pallas_kernels.logic.graph import Graph
 
 GATE_SUMS = 4
-"""Sums over the batch per gate, of dy, dy a, dy b, and dy a b."""
+"""Sums over the batch per gate: dy, dy a, dy b, and dy a b."""
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
@@ -194,8 +194,7 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a. If dx is unused, it skips the
-    gates that read its input as their b."""
+    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):

@@ -3,8 +3,8 @@
 Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. An octet is eight neighboring threads. Their 16-byte
 accesses take one cycle if different rows have different residues. The residue of a row is its index mod 8.
 
-The order of a layer's gates is free, and determines their rows. A gate's position within its octet is its row's
-residue. It decides the conflicts when the next layer reads the row, and when gradients are written to it.
+The order of a layer's gates determines their rows. A gate's position within its octet is its row's residue. It decides
+the conflicts when the next layer reads the row, and when gradients are written to it.
 """
 
 import itertools
@@ -40,8 +40,8 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`. The gradient of an input is summed over the gates that read it, in a fixed
-        order. `turns[0, g]` is gate g's position in this order for its input a, and `turns[1, g]` for its input b.
+      turns: for each layer, `(2, gates)`, the position of gate g in the sum of the gradients of its input a, and of its
+        input b. These sums have a fixed order.
       rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []
@@ -59,13 +59,13 @@ def orders(
 
 def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     """Return lists of eight gates, the octets, followed by the list of the remaining gates. `a` and `b` are the
-    residues of each gate's inputs. If all residues are equally frequent, none occurs twice among the inputs a, or the
-    inputs b, of an octet.
+    residues of each gate's inputs. If all residues are equally frequent, none occurs twice among an octet's inputs a,
+    or inputs b.
 
     The octets are an edge coloring of a bipartite graph (D. König, 1916), from residues of a to residues of b, with
     gates as edges and octets as colors. A residue is free in an octet if no gate of the octet has it. A gate joins an
-    octet in which both its residues are free, or else displaces a gate from one in which its residue of a is free.
-    Displaced gates alternate between two octets until no gate is displaced.
+    octet in which both its residues are free. If there is none, it displaces a gate from an octet in which its residue
+    of a is free. Displaced gates alternate between two octets until no gate is displaced.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -106,8 +106,8 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return the gates in an order in which a gate's position within its octet is its residue. Gates exchange residues
-    while this lowers the cost of bank conflicts.
+    """Return the gates in an order in which a gate's position within its octet is its residue, chosen to avoid bank
+    conflicts.
 
     Args:
       readers: `(2, gates)`, integers for the gradients with respect to a and to b. Two integers are equal if an octet

@@ -51,8 +51,8 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each tree in each pooling window, and the index of the first position
-    with this value.
+    """Return (y, indices): the largest value of each tree in each pooling window, and the first position with this
+    value.
 
     Args:
       coefficients: `(kernels, gates, 4)`.
@@ -60,8 +60,8 @@ def forward(
       x: `(channels, height, width, N)` including padding, with N a multiple of `LANES`.
 
     Returns:
-      y `(kernels, rows, columns, N)` in x's dtype, computed in float32, and uint8 indices of y's shape. Position (u, v)
-      in a pooling window has the index `u * pool[1] + v`. For windows of one position, indices is None.
+      y `(kernels, rows, columns, N)` in x's dtype, and uint8 indices of y's shape. Position (u, v) in a pooling window
+      has the index `u * pool[1] + v`. For windows of one position, indices is None.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     kernels, N = leaves.shape[0], x.shape[-1]

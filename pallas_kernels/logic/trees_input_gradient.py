@@ -120,9 +120,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient. Nobody reads the element for
-        pixels outside the band. `row` and `column` are the leaf's pixel at the window's first position, relative to the
-        band, and `place` is each lane's position in the window."""
+        """Return the element of shared memory to which each lane adds a leaf's gradient, an unused element for pixels
+        outside the band. `row` and `column` are the leaf's pixel at the window's first position, relative to the band,
+        and `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -3,8 +3,8 @@
     y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std,    inv_std = 1 / sqrt(mean((x - mean)²) + eps)
 
 Means are over a row of x. RMSNorm (`center=False`) omits the mean and the bias. Instead of a row's mean, the kernels
-store its `offset`, the mean minus the row's first element. If the mean is far from zero, rounding the mean would lose
-digits of `x - mean`.
+store its `offset`, the mean minus the row's first element. Rounding a mean far from zero would lose digits of
+`x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
 part of dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels use no shared memory,

@@ -2,9 +2,8 @@
 
     z = y wᵀ + b,    y = x̂ * scale + bias,    x̂ = (x - mean) * inv_std
 
-scale and bias are LayerNorm's parameters, and w and b the dense layer's. w stays in shared memory, so x and z must be
-narrow. In the forward, the two warpgroups of a CTA compute different blocks of 64 rows. In the input gradient, each
-computes half of the columns of dx in the same block.
+w stays in shared memory, so x and z must be narrow. In the forward, the two warpgroups of a CTA compute different
+blocks of 64 rows. In the input gradient, each computes half of the columns of dx in the same block.
 """
 
 import dataclasses
@@ -115,8 +114,8 @@ def forward(
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
-      scale, bias: `(hidden,)`.
-      w, b: `(outputs, hidden)` and `(outputs,)`; `hidden` and `outputs` are 128 or 256 each.
+      scale, bias: LayerNorm's parameters, `(hidden,)`.
+      w, b: the dense layer's parameters, `(outputs, hidden)` and `(outputs,)`. `hidden` and `outputs` are 128 or 256.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(-(-rows // (ROWS * _WARPGROUPS)), device.target().multiprocessors)

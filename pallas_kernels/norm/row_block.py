@@ -92,9 +92,9 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Divide the rows into blocks, given as their first rows, and return lists of blocks to compute together.
-        Blocks with one row per warp are in one list, to overlap the latencies of their shuffles. A block with one row
-        per warpgroup is alone, because it needs all registers."""
+        """Return lists of blocks to compute together, each block given as its first row. Blocks with one row per warp
+        are in one list, to overlap the latencies of their shuffles. A block with one row per warpgroup needs all
+        registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 

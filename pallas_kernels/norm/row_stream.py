@@ -1,6 +1,6 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
-With n CTAs, each CTA computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
+With n CTAs, each computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
 device memory. Beyond the array's last row, copies read zeros and write nothing.
 """
 

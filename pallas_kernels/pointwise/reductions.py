@@ -111,8 +111,8 @@ class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
     Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, a sum is a
-    vector, and the data is a stack of `count` matrices of `blocks` blocks of columns each. Each step adds a vector from
-    the next row of the matrix.
+    vector, and the data is a stack of `count` matrices of `blocks` blocks of columns each. Each step adds the next
+    row's vector.
     """
 
     rows: Rows

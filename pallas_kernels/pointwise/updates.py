@@ -82,9 +82,7 @@ def updates(
     Args:
       formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
       scalars: `(n,)`, float32.
-      changed: lists of arrays to replace, each list of one dtype. The i-th arrays of all lists have the same shape,
-        which may be () or have a size of 0.
-      constant: lists of arrays that are only read.
+      changed: lists of arrays to replace, each list of one dtype. The i-th arrays of all lists have the same shape.
     """
     new = [list(arrays) for arrays in changed]
     filled = [i for i, a in enumerate(changed[0]) if a.size]

@@ -8,8 +8,8 @@ A row has one float32 for each cell that a CTA computes at a time. The rows of t
 kernel, channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-layers whose backward is finished. The consumers of a row, the gates that read it, write their gradients to separate
-rows, which tables list.
+finished layers. The consumers of a row, the gates that read it, write their gradients to separate rows, which tables
+list.
 """
 
 import dataclasses
