@@ -1,8 +1,7 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
 The policy "logarithmic" (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and
-keeps the states before about log2(n) of them, which binomial checkpointing selects. With s kept states and at most r
-recomputations per segment, it reverses up to binomial(s + r, s) segments, the most possible.
+keeps the states before about log2(n) of them, which binomial checkpointing selects.
 """
 
 import dataclasses
@@ -164,8 +163,7 @@ class _Schedule:
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`: each visit's segment, the slot from which it fetches a state, the segment that begins
         with this state, and the index of the visit's first entry in `slots_on_the_way`.
-      slots_on_the_way: for each segment that a visit recomputes, the slot to which it writes the state before the
-        segment.
+      slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
     """
 
     slots: int
@@ -204,7 +202,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     def visit(low, high, depth, repeats, fetched, stores):
         """Append visits of the segments in [low, high) to `visits`. Slot `depth` has the state before segment `low`."""
         while high - low > 1 and depth + 1 < slots:
-            # The remaining slots can reverse this many segments with this many repeats.
+            # Binomial checkpointing reverses this many segments with the remaining slots and this many repeats.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
             middle = high - right
             visit(middle, high, depth + 1, repeats, fetched, stores | {middle: depth + 1})

@@ -444,7 +444,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """Name arrays in `saved` that are not arguments after the op (`checkpoint_name`), also in y."""
+    """In `saved` and y, name the arrays of `saved` that are not arguments after the op (`checkpoint_name`)."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

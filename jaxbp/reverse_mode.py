@@ -15,8 +15,8 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments of a function with a `custom_vjp`, through a linear identity. Reverse mode transposes it.
-    Forward mode evaluates its tangent, which raises an error that names the op."""
+    """Return the arguments, but make forward mode raise an error that names the op. Tangents pass through a linear
+    identity, which reverse mode only transposes."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 

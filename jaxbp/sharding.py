@@ -1,7 +1,7 @@
 """Ops on arrays that lie on a mesh of devices (docs/many_devices.md).
 
-XLA would run a kernel on every device with all examples. A kernel therefore declares the batch axes of its arrays, and
-each device gets a part of the examples. Results without a batch axis are summed over the devices.
+XLA would run a kernel on every device with all examples. A kernel therefore declares batch axes, and each device gets a
+part of the examples. Results without a batch axis are summed over the devices.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function that gives the leading axes of the arguments at `places` as batch axes, or none if the first of
-    these arguments has at most `features` axes."""
+    """Return a function from a kernel's arrays to `Axes`. The batch axes are the leading axes of the arguments at
+    `places`. There are none if the first of these arguments has at most `features` axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -77,8 +77,8 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
     """Return a function that runs `kernel` on each device with the device's part of the examples. If the examples
-    cannot be divided evenly, every device gets all examples. Each result must have a batch axis or be a sum over the
-    examples. `formula`, the same function in jnp, gives the results' shapes."""
+    cannot be divided evenly, every device gets all examples. `formula`, the same function in jnp, gives the results'
+    shapes."""
 
     @functools.wraps(kernel)
     def call(*arrays):

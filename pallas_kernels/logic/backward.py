@@ -285,7 +285,7 @@ def input_gradient(dy: Array, coefficients: Array, graph: Graph, x: Array, *, co
 
         def add_consumers(turn, sums):
             places = [first + turn * config.consumers + k for first, _ in ends for k in range(config.consumers)]
-            # These may be the next input's consumers, which are read but not added.
+            # The last of these may be consumers of the next input, which are not added.
             read_places = [jnp.minimum(e, 2 * gates - 1) for e in places]
             consumers, partner_rows = ([ref[e] for e in read_places] for ref in (consumers_ref, partners_ref))
             dys = [dy_ref[dy_row(dy_ref, gates, consumer >> 1), lanes].astype(jnp.float32) for consumer in consumers]

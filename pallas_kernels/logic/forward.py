@@ -52,10 +52,10 @@ def _heuristic(coefficients, graph, x):
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
-    """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]`.
+    """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
+    gate g and example n.
 
-    Gate g has the inputs a[g] and b[g] and the coefficients c[g], and n is an example. CTAs take the gates in the order
-    of the Euler trail, in which neighboring gates share an input.
+    CTAs take the gates in the order of the Euler trail, in which neighboring gates share an input.
 
     Args:
       coefficients: `(gates, 4)`.

@@ -93,7 +93,7 @@ class Block:
 
     def groups(self, rows: int) -> list[list[int]]:
         """Return lists of blocks to compute together, each block given as its first row. Blocks with one row per warp
-        are in one list, to overlap the latencies of their shuffles. A block with one row per warpgroup needs all
+        are together, to overlap the latencies of their shuffles. A block with one row per warpgroup needs all
         registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
@@ -118,8 +118,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return x̂, as a function without arguments (see `values`), and the statistics of each block. The statistics
-        are computed unless `known_statistics` has them."""
+        """Return the normalized blocks x̂, as functions without arguments (see `values`), and the statistics, which are
+        computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]

@@ -171,7 +171,7 @@ def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Con
     order. If a row does not end with a whole vector, XLA sums the remaining elements.
 
     Args:
-      formula: maps one vector per array to a vector or a tuple of vectors, as in `elementwise`.
+      formula: as in `elementwise`.
       axes: axes to sum over, counted from the front.
 
     Returns:

@@ -27,7 +27,7 @@ class _StateElements(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Cells:
     """A slice of `count` cells of a CTA's group. Its rows of shared memory have one column per cell. `slices` has the
-    rows of all slices of the group, and `number` is the index of this slice."""
+    rows of all slices of the group, and `number` is this slice's index."""
 
     plan: Plan
     count: int

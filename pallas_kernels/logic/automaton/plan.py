@@ -25,11 +25,11 @@ NEIGHBOURS = 9
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Rows of shared memory for one layer.
+    """Rows of shared memory for one layer, one per lane.
 
     Attributes:
-      lanes: rows, one per lane, padded to a multiple of a warpgroup's threads.
-      count: rows with a gate or an input.
+      lanes: number of rows, padded to a multiple of a warpgroup's threads.
+      count: number of rows with a gate or an input.
       copies: number of consecutive lanes with equal coefficients.
     """
 
@@ -104,7 +104,7 @@ class Plan:
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among all lanes, and then the number of lanes."""
+        """As `coefficient_firsts`, but for lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
