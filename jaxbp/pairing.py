@@ -81,14 +81,14 @@ class Op(Generic[P, R]):
     """A pure function with several implementations, among which a call selects one with `implementation=`.
 
     Args:
-      name: the name in error messages and in compiled programs.
+      name: as used in error messages and in compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable.
         `implementation=None` calls the function under the key None. Without this key, it calls the implementation that
         `default` names.
       unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments, or
         None.
       default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
-      partitioned: whether each device of a mesh runs the kernel on a part of the examples. Otherwise,
+      partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not,
         `implementation=None` does not choose the kernel on a mesh.
       sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results get the sharding of this
         function's results. By default, JAX infers the sharding from the implementation "autodiff".
@@ -267,13 +267,13 @@ class Pair(Op[P, R]):
         gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
         or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
-        tuple of pytrees, by default the arguments. Arrays in it that are not arguments get the op's name, for the
+        tuple of pytrees, by default the arguments. Its arrays that are not arguments get the op's name, for the
         policies of `jax.checkpoint`. A kernel that `save` calls must be `differentiable`.
-      residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `save` computes
-        the residuals.
+      residuals: `residuals(*arrays, **options) -> saved`, for `vjp`, which does not need y. By default, `vjp` calls
+        `save`.
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
-      linear: whether the forward is linear in its only array. If so, calls pass the shape of this array as the option
-        `shape`, and the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
+      linear: whether the forward is linear in its only array. If so, calls pass its shape as the option `shape`, and
+        the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
       linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
         arrays of the set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
@@ -282,8 +282,8 @@ class Pair(Op[P, R]):
 
     Attributes:
       backward: an `Op` of `(dy, *saved)`.
-      vjp: an `Op` of `(dy, *arrays)`, or of `(dy,)` if linear. It computes the residuals, and returns the gradients
-        with respect to the floating arrays. Its implementation "autodiff" is `jax.vjp` of the forward.
+      vjp: an `Op` of `(dy, *arrays)`, or of `(dy,)` if linear. It returns the gradients with respect to the floating
+        arrays. Its implementation "autodiff" is `jax.vjp` of the forward.
 
     Example:
       >>> square = Pair(lambda x: x * x, {"xla": lambda dy, x: 2 * x * dy}, name="square")

@@ -1,4 +1,4 @@
-"""The layers of LeNet and the MLP-Mixer, in the layouts NCHW, OIHW, and `(out, in)` of the ops that fuse layers."""
+"""The layers of LeNet and the MLP-Mixer, in the layouts NCHW, OIHW, and `(out, in)`."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ class Conv2d(nnx.Module):
     """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`.
 
     Args:
-      stride, padding, precision, implementation: as in `jaxbp.conv2d`.
       dtype: the dtype of the computation, to which inputs and parameters are cast.
       rngs: the stream `params` draws the parameters, uniformly within ±1/sqrt(number of inputs per output).
     """

@@ -41,8 +41,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates, with logits `(*shape, parameters)`. `shape` is `(gates,)` or
-    `(kernels, gates)`."""
+    """Base class of layers of gates. Their logits are `(*shape, parameters)`."""
 
     def __init__(
         self,

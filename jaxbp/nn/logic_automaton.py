@@ -109,8 +109,7 @@ class LogicAutomaton(nnx.Module):
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add a layer's gates, which read `sources[i]` as input i, to `listed`. Return their numbers,
-            `(gates, ...)`."""
+            """Add gates that read `sources[i]` as input i, and return their numbers, `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

@@ -49,7 +49,7 @@ class Layer:
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
         """Return whether Flax computes a call, because the op lacks an option or the dtype of `arrays`. `arguments`
-        maps the call's arguments that the op lacks to whether each is in use."""
+        maps the arguments that the op lacks to whether each is in use."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
@@ -64,7 +64,7 @@ def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bo
     """Return whether Flax computes a call. `lacking` maps the options that the op lacks to whether each is in use.
 
     Raises:
-      NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".
+      NotImplementedError: Flax would compute the call, but the implementation is "pallas" or "xla".
     """
     used = [option for option, is_used in lacking.items() if is_used]
     if used and implementation in ("pallas", "xla"):

@@ -118,8 +118,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return the normalized blocks x̂, as functions without arguments (see `values`), and the statistics, which are
-        computed unless `known_statistics` has them."""
+        """Return the normalized blocks x̂, as functions without arguments (see `values`), and the blocks' statistics,
+        which are computed unless `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]
