@@ -237,9 +237,9 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch for which two kernels are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Largest batch for which two kernels, for dx and dc, are faster than one: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""Largest batch for two kernels if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""Largest batch for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
 """Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4

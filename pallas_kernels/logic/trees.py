@@ -2,8 +2,8 @@
 `(channels, height, width, N)`, and `kernels` is the number of trees.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` sums the leaves'
-gradients to the image's.
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` sums the
+gradients of the leaves to the gradient of the image.
 """
 
 import functools

@@ -273,7 +273,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # Unused gradients have no sums, nor has dbias without `center`.
+            # Unused gradients have no sums. Without `center`, dbias has none.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums

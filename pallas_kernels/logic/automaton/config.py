@@ -20,8 +20,8 @@ _SLICE = 4
 """Cells per slice of a group. Each slice has its own rows of shared memory. A row of four float32 is a thread's widest
 access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
-"""Candidates for the cells per group. A third slice would not fit in shared memory. Groups of less than a slice were
-slower: docs/lab/2026-11-22-automata.md."""
+"""Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
+docs/lab/2026-11-22-automata.md."""
 _CELLS_OF_LATENCY = 2
 """Estimated latency per group, in cells that could be computed in this time. Not tuned."""
 WARPGROUPS = 2

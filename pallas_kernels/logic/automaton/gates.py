@@ -112,7 +112,8 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the barrier of the previous step, which writes the last layer's inputs.
+            # `read` runs before the previous step's barrier. The last layer has none, because the previous step writes
+            # its inputs.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums

@@ -104,7 +104,7 @@ class Plan:
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """As `coefficient_firsts`, but for lanes."""
+        """Index of each layer's first lane among all lanes, and then the number of lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -163,7 +163,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """`consumers` row numbers per lane, two per integer: `(pairs, lanes)` integers from index `first` of an array."""
+    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at index
+    `first` of a longer array."""
 
     first: int
     consumers: int

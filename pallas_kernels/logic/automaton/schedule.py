@@ -46,8 +46,8 @@ class Step:
       fetch: returns the operands from device memory.
       compute: takes the operands, and the result of `read` if it is not None.
       is_last: whether a barrier follows, because the layer ends.
-      read: None, or a function that takes the operands and reads inputs from shared memory, before the previous step's
-        barrier, where the warpgroup would wait. The previous step must not write these inputs.
+      read: None, or a function that takes the operands and reads inputs from shared memory. It runs before the previous
+        step's barrier, where the warpgroup would wait. The previous step must not write these inputs.
     """
 
     fetch: Callable[[], Any]
