@@ -1,7 +1,7 @@
 """Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
 
 The policy "logarithmic" (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and
-keeps the states before about log2(n) of them, which binomial checkpointing selects.
+keeps the states before about log2(n) of these segments, which binomial checkpointing selects.
 """
 
 import dataclasses
@@ -194,7 +194,7 @@ def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
     """Return one visit `(segment, slot, start, stores)` per segment, for n segments, last segment first.
 
     A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
-    `stores` maps some of them to the slots that keep the states before them.
+    `stores` maps some of these segments to the slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []

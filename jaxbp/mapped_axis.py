@@ -12,9 +12,9 @@ from jax.interpreters import ad, batching, mlir
 def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
     """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis.
 
-    A `custom_vjp` function and its forward rule must both call this. For a `vmap` within `jit`, JAX assumes that both
-    have the mapped axis at the same position, and otherwise permutes axes without an error. A residual that is also a
-    result is kept only once.
+    A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
+    assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error. A
+    residual that is also a result is kept only once.
     """
     moved = {id(a): _mapped_axis_first_p.bind(a) for a in jax.tree.leaves(results)}
     return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))

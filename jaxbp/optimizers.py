@@ -81,8 +81,8 @@ def fused_adamw(
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²
         p = p - rate * (m / (1 - b1ᵗ) / (sqrt(v / (1 - b2ᵗ)) + eps) + weight_decay * p)
 
-    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, and t the number of the step, from
-    1. With `weight_decay=0` and no mask, this is `optax.adam`, with Adam's state.
+    p are the parameters, g their gradients, clipped to ±clip, m and v the moments, rate the learning rate, and t the
+    number of the step, counted from 1. With `weight_decay=0` and no mask, this is `optax.adam`, with Adam's state.
 
     Each number may be an array of shape (), as `optax.inject_hyperparams` passes it. For a mask,
     `optax.inject_hyperparams` needs `static_args="mask"`. Its result has no `apply`, so Optax computes the updates.

@@ -225,7 +225,7 @@ class LossScale:
         """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
 
         Raises:
-          FloatingPointError: all these steps were skipped. The cause is then not the scale.
+          FloatingPointError: all these steps were skipped. A dynamic scale is then at its minimum, and not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:

@@ -15,7 +15,7 @@ import numpy as np
 OCTET = 8
 """Threads whose 16-byte accesses are served together."""
 _SWEEPS = 2
-"""Passes that assign residues to gates. With one, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
+"""Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of two gates with equal residues that the next layer reads, relative to two whose gradients one octet reads.
 Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
@@ -84,7 +84,7 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
             for side, residue in enumerate(gates[gate]):
                 taken[side][residue][octet] = gate
             octet, other, role = other, octet, 1 - role
-        if gate != new:  # its residue becomes free in the octet that the gate left
+        if gate != new:  # the gate's residue becomes free in the octet that it left
             role, residue = 1 - role, gates[gate][1 - role]
             del taken[role][residue][octet]
             free[role][residue] ^= 1 << octet | 1 << other
