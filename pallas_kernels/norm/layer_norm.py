@@ -48,7 +48,7 @@ class GradientsConfig:
 
     Attributes:
       vector: as in `NormaliseConfig`.
-      rows: rows per CTA, of which the CTA reads all columns.
+      rows: rows per CTA. The CTA reads all columns.
       columns: columns of dx per CTA, a multiple of `vector`.
     """
 

@@ -17,7 +17,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
-"""Cells per slice of a group. Each slice has its own rows of shared memory. A row of four float32 is a thread's widest
+"""Cells per slice of a group. Each slice has separate rows of shared memory. A row of four float32 is a thread's widest
 access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
 """Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
