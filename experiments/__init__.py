@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"]:  # `python -m` has imported this package, but not yet
     sys.excepthook = _print_one_line
 
 if importlib.util.find_spec("tyro") is None:
-    # Because of the argument `name`, `python -m` prints the message in one line, without a traceback.
+    # The argument `name` makes `python -m` print only the message, without a traceback.
     raise ModuleNotFoundError(
         "the packages of experiments are not installed; wants: pip install -e '.[experiments]'", name="experiments"
     )

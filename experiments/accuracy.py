@@ -1,6 +1,6 @@
 """Measure the errors of results and gradients against float64, and compare them with autodiff's errors.
 
-The data is shifted and scaled to locations at which a formula may lose digits, such as values around 1e5.
+The arguments are shifted and scaled, because a formula may lose digits for values such as 1e5.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The error of a result is this quantile of the errors of all its rows in all draws of the arguments."""
+"""The error of a result is this quantile of its rows' errors, over all draws of the arguments."""
 ALLOWED = 1.5
-"""The largest allowed ratio between an implementation's error and autodiff's error."""
+"""The largest allowed ratio of an implementation's error to autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
-"""An error of this number of roundings, ε/2 each, is always allowed. In half precision, ops round only at the end."""
+"""An error of this number of roundings, ε/2 each, is always allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A location of the data: the values of `argument` are `offset + scale * drawn`, with random `drawn`.
+    """The values of `argument` are `offset + scale * drawn`, with random `drawn`.
 
-    If `argument` is "all", all arguments that can be moved are at this location.
+    "all" moves all arguments that can be moved.
     """
 
     offset: float
@@ -45,12 +45,12 @@ class Place:
 class Accuracy:
     """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
 
-    A row is a vector along the last axis. Each error is a quantile over the rows of all draws of the arguments.
+    A row is a vector along the last axis. Each error is a quantile over the rows of all draws.
 
     Attributes:
-      result: "value" followed by the index of a result, or "gradient in" followed by the name of an argument.
-      error: the implementation's `‖a - e‖ / ‖e‖`, where a is a row of its result and e is the same row in float64.
-      native: the same quotient for autodiff's row in the same dtype.
+      result: "value" and the index of a result, or "gradient in" and the name of an argument.
+      error: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result, and e is this row in float64.
+      native: the same quotient for autodiff.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
@@ -74,11 +74,10 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of every result and gradient of the cases at every offset and scale.
 
-    All arguments except `dy`, weights, and integers are moved to a location together, and then each argument alone. A
-    location is left out if the data overflows there, or if values that an op must tell apart become equal.
+    All arguments except `dy`, weights, and integers are moved together, and then each argument alone. A location is
+    left out if values overflow there, or if values that an op must tell apart become equal.
 
-    `cases` maps names to pairs of a catalogue entry and one of its cases. All of them form one program, which compiles
-    faster than one program per case.
+    `cases` maps names to pairs of a catalogue entry and one of its cases.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -101,7 +100,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Return a compiled function of all ops. It maps `{name: (values, cotangents)}` to `{name: {result: array}}`."""
+    """Compile one function of all ops. It maps `{name: (values, cotangents)}` to `{name: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
@@ -163,7 +162,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and one array per argument, `(location, draw, ...)`."""
+        """Return the locations whose data the dtype can hold, and one array `(location, draw, ...)` per argument."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -194,11 +193,10 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the `_Errors` of a result at one location, or None if no element's exact value fits in the dtype.
+    """Return the `_Errors` of a result at one location, or None if no exact value fits in the dtype.
 
-    `actual` is the implementation's result, and `native` is autodiff's result in the same dtype. `exact` and
-    `by_formula` are the result in float64, computed in two ways. Their difference is added to the allowed error. If
-    autodiff loses many digits, some rows are correct only by chance. The median of the rows then replaces the quantile
+    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is added to the allowed
+    error. If autodiff loses many digits, some rows are correct by chance, so the median replaces the quantile
     `NEARLY_ALL`.
     """
     limits = jnp.finfo(dtype)

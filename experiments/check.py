@@ -6,8 +6,7 @@
     python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
     python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 
-If a comparison fails, a line shows its worst element, and the exit code is 1. The documentation of `jaxbp.verify.check`
-describes the comparisons. With `--repeat`, arrays on a GPU have realistic sizes.
+The exit code is 1 if a comparison fails. With `--repeat`, arrays on a GPU have realistic sizes.
 """
 
 import dataclasses

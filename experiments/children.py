@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""A line of the C++ stack trace that follows the message of an abort."""
+"""A line of the C++ stack trace after the message of an abort."""
 
 
 @dataclasses.dataclass
@@ -24,8 +24,8 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      death: None if the task ended. Otherwise, how its process died: "SIGABRT", "exit code 1", or "no answer in 9 s".
-      said: the last text that the process wrote to stderr, if it died.
+      death: None, or how the task's process died: "SIGABRT", "exit code 1", or "no answer in 9 s".
+      said: the last text on stderr of a process that died.
     """
 
     task: Any
@@ -39,12 +39,12 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work` is a function at the top level of a module. `work(task)` yields the results of a task. A process is killed if
-    it yields nothing for `limit` seconds. If a process dies before its first task, RuntimeError is raised.
+    `work(task)` yields the results of a task. A process is killed if it yields nothing for `limit` seconds.
+    RuntimeError is raised if a process dies before its first task.
     """
     share_gpus()
     children, order = [], collections.deque()
-    with ThreadPoolExecutor(processes) as pool:  # each thread waits for one process
+    with ThreadPoolExecutor(processes) as pool:
         try:
             for task in tasks:
                 child = next((child for child in children if child.is_free), None)
@@ -115,11 +115,11 @@ class _Child:
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its children
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
-    connection.send(True)  # the process has started
+    connection.send(True)
     while True:
         try:
             task = connection.recv()
-        except EOFError:  # the parent is gone
+        except EOFError:
             return
         os.ftruncate(2, 0)
         for result in work(task):

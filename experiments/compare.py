@@ -4,8 +4,7 @@
     python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
     python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 
-First, `jaxbp.verify.compare` compares the loss and its derivatives on one batch. Then the experiment trains with each
-implementation, from one seed.
+Each implementation trains from the same seed.
 """
 
 import dataclasses
@@ -157,7 +156,7 @@ def _compare_on_a_batch(
 
 
 def train(config: TrainingConfig, steps: int, dataset: Dataset) -> list[float]:
-    """Return the loss of each training step. Use only as many training examples as the steps need."""
+    """Return the loss of each training step."""
     in_an_epoch = min(steps, len(dataset.train_images) // config.batch_size)
     size = in_an_epoch * config.batch_size
     subset = dataset._replace(

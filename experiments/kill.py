@@ -3,7 +3,6 @@
     python -m experiments.kill                                   # LeNet on the digits, killed 50 times
     python -m experiments.kill logic --kills 10 --epochs 60
 
-The kills alternate between three moments: shortly after a checkpoint, while the process writes a file, and any time.
 After each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits differ.
 """
 
@@ -31,7 +30,7 @@ POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
 Command = Callable[[Path], Sequence[str]]
-"""A function from a run directory to the command line that starts or resumes the run in this directory."""
+"""A function from a run directory to the command line that starts or resumes its run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ def run(config: KillConfig, _: str) -> int:
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
     """Start or resume the run and kill its process, `kills` times. Yield each kill's moment, a key of `MOMENTS`.
 
-    Raise BrokenRun if a process ends before it is killed, or if the newest checkpoint is then corrupt.
+    Raise BrokenRun if a process ends before its kill, or if the newest checkpoint is then corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):

@@ -16,10 +16,9 @@ LABELS = np.array([1, 3])
 
 @dataclasses.dataclass(frozen=True)
 class PublicFunction:
-    """A function to check.
+    """`arguments` has one pair per argument: its shape, and its kind of data, a key of `KINDS`.
 
-    `arguments` has one pair per argument: its shape, and its kind of data, a key of `KINDS`. `settings` are keyword
-    arguments of `jaxbp.verify.check`.
+    `settings` are keyword arguments of `jaxbp.verify.check`.
     """
 
     name: str
@@ -69,7 +68,7 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""Settings of `check` for matrices. The other kinds of extra data repeat entries, and may make a matrix singular."""
+"""The other kinds of extra data repeat entries, and may make a matrix singular."""
 
 
 def flash_attention(q, k, v, block=2):
@@ -97,7 +96,7 @@ def flash_attention(q, k, v, block=2):
 def selective_scan(x, delta, a, b, c):
     """Compute Mamba's h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t, y_t = C_t · h_t in float32.
 
-    Here, Δ is softplus(delta), A is -a, B is b, and C is c.
+    Δ is softplus(delta), A is -a, B is b, and C is c.
     """
     wide = [v.astype(jnp.float32) for v in (x, jax.nn.softplus(delta), b, c)]
 

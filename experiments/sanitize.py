@@ -4,28 +4,22 @@
     python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
-A process computes the value and gradients of one op with `implementation="pallas"`, on the small arrays of the
-catalogue, in float32 and bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses
-beyond the end of an array.
+A process computes the value and gradients of one op with `implementation="pallas"`, on small arrays in float32 and
+bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses beyond the end of an
+array. `--attempts` repeats processes, which sometimes die at exit or hang in XLA's compiler.
 
-`EXPLAINED` lists findings that are harmless or not caused by jaxbp. The exit code is 1 after any other finding, or if a
-process failed or timed out. The JSON file has the fields of every result file (`experiments/output/results.py`), and:
-
-    explained      an object from the name of each explanation to its reason
-    rows           one object per op and tool, from the last process: op, tool, outcome, code (the exit code), seconds,
-                   attempts (the number of processes), findings, and output (the last printed lines, unless the outcome
-                   is "clean" or "explained")
-
-Each finding has a message, a kernel, a count, and the name of its explanation or null. The outcomes are:
+The outcomes of a process are:
 
     clean              the tool reported no finding
-    explained          all findings are explained
-    found              the tool reported a finding that is not explained
-    crashed at exit    the process died after all kernels had run, and no finding is unexplained
+    explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
+    found              the tool reported another finding
+    crashed at exit    the process died after all kernels had run, without an unexplained finding
     failed             a kernel did not run, or the tool printed no summary
     timed out          the process exceeded the time limit, without an unexplained finding
 
-Under the tools, processes sometimes die at exit or hang in XLA's compiler. `--attempts` repeats them.
+The exit code is 1 after "found", "failed", or "timed out". The JSON file has the fields of every result file
+(`experiments/output/results.py`), `explained` (the reason of each explanation), and `rows`. A row shows the last
+process of an op and tool.
 """
 
 import collections
@@ -92,7 +86,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""Pattern for a finding: one line, and the indented lines after it."""
+"""A finding is one line, and the indented lines after it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
 FOUND = 99

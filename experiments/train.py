@@ -1,10 +1,8 @@
 """Train a model from the command line.
 
-    python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
-    python -m experiments.train logic --json logic.json          # also writes a result file
-    python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
-
-The last printed line is the test accuracy.
+python -m experiments.train lenet --dataset mnist --data-dir data --implementation xla
+python -m experiments.train logic --json logic.json          # also writes a result file
+python -m experiments.train lenet --coordinator HOST:PORT --process 0 --processes 2      # docs/many_devices.md
 """
 
 import argparse
@@ -136,8 +134,7 @@ def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
     With `--resume` and `--run-dir`, omitted settings come from the saved run. UserError is raised if there is no saved
-    run, or if a given setting differs from the saved setting, except for a larger number of epochs. Invalid arguments
-    raise SystemExit.
+    run, or if a given setting differs from it, except for more epochs. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -184,7 +181,7 @@ def train(config: TrainingConfig) -> Metrics:
       UserError: for invalid data or settings, or if the run directory does not match the settings.
       BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
-      Stopped: after Ctrl-C. The curves of the completed epochs have been drawn.
+      Stopped: after Ctrl-C and a drawing of the completed epochs' curves.
     """
     with RunDirectory(config) as directory:
         config = directory.config
@@ -236,7 +233,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return the content of a run's result file, given the metrics of all its epochs.
+    """Return the content of a run's result file.
 
     Fields in seconds are sums over the epochs. `images_per_second` is for training.
     """

@@ -1,4 +1,4 @@
-"""The experiments and their settings, one frozen dataclass per experiment.
+"""The experiments and their settings.
 
 To add an experiment, subclass `TrainingConfig`, or `ImageConfig` for image datasets, and list it in `EXPERIMENTS`.
 """

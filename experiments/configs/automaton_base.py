@@ -1,9 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-Training uses relaxed gates, which mix all logic functions. The evaluation uses the hardened automaton, in which each
-gate is the logic function with the largest weight. An example is a pair of a seed and the number of the optimizer step
-(update) that draws it. The seed determines the start state. The first seed of a batch also determines which cells fire
-and which gates are hard.
+An example is a pair: a seed for the start state, and the number of the optimizer step that draws it. The first seed of
+a batch also determines which cells fire and which gates are hard.
 """
 
 import dataclasses
@@ -53,13 +51,13 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""Settings for training with a growing share of hard gates."""
+"""The share of hard gates grows during training."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""Settings for training that rounds a tenth of the state's values to 0 or 1 before each tick."""
+"""Each tick first rounds a tenth of the state's values to 0 or 1."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Settings for many short attempts at training on a small grid, each with new initial gates."""
+"""Many short attempts at training on a small grid, each with new initial gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Settings for training with weight decay. It keeps gates from becoming almost hard, so that they continue to learn."""
+"""Weight decay keeps gates from becoming almost hard, so that they continue to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,13 +65,13 @@ class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
     The loss is the squared error of the visible channels of the last state, summed over cells and averaged over the
-    batch. The accuracy is the share of examples for which the hardened automaton's visible channels are correct in
-    every cell.
+    batch. The accuracy is the share of examples whose visible channels the hardened automaton gets right in every cell.
+    In the hardened automaton, each gate is the logic function with the largest weight.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
-    """False, because one random key per batch draws the hard gates and the firing cells."""
+    """One random key per batch draws the hard gates and the firing cells."""
     examples: ClassVar[str] = "grids"
 
     grid: ClassVar[tuple[int, int]]
@@ -82,7 +80,7 @@ class AutomatonConfig(TrainingConfig):
     visible: ClassVar[int] = 1
     """The first `visible` channels are visible. Only they enter the loss."""
     any_grid: ClassVar[bool] = False
-    """Whether a target is defined for grids of every size, not only for `grid`."""
+    """Whether the target is defined for grids of every size."""
     steps: ClassVar[int]
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
@@ -90,16 +88,16 @@ class AutomatonConfig(TrainingConfig):
     update: ClassVar[Sequence[int]]
     """The number of gates in each layer of the update."""
     published: ClassVar[tuple[Recipe, int]]
-    """The published recipe and the published number of updates."""
+    """The published recipe and number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
-    """The default settings of the recipe "hardening"."""
+    """The defaults for `recipe="hardening"`."""
     hardening: ClassVar[tuple[int, int] | None] = None
-    """The updates and epochs of the recipe "hardening". None: the published numbers."""
+    """The updates and epochs for `recipe="hardening"`. None: the published numbers."""
     stands: ClassVar[bool] = False
     """Whether the state must still be correct after `steps` further ticks."""
     test_examples: ClassVar[int] = 32
     trials: ClassVar[int] = 256
-    """The number of unseen start states in the final test. It is 1 if all start states are equal."""
+    """The number of unseen start states in the final test."""
     shown_grid: ClassVar[tuple[int, int] | None] = None
 
     recipe: Literal["hardening", "published"] = "hardening"
@@ -222,10 +220,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the value of the setting `field` at an update.
-
-        It is 0 during the share `hard_from` of the updates, and then grows linearly.
-        """
+        """Return the setting `field`, which is 0 for the share `hard_from` of the updates and then grows linearly."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

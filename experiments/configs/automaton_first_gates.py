@@ -1,9 +1,11 @@
-"""The input, a or b, that each gate of an automaton passes on at the start of training.
+"""Choices of the input, a or b, that each gate of an automaton passes on at the start of training.
 
-If every gate passes on one of its inputs, a tick only moves values between channels and neighboring cells. The setting
-`first_gates="drawn"` draws the input of each gate. `first_gates="returning"` repeats the draw until a value that leaves
-the first channel is back there after two ticks. `first_gates="separating"` takes the draw with the fewest `confused`
-cells.
+If every gate passes on one input, a tick only moves values between channels and neighboring cells. The values of the
+setting `first_gates` choose:
+
+    drawn       random inputs
+    returning   drawn until a value that leaves the first channel is back there after two ticks
+    separating  the draw with the fewest `confused` cells
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +18,9 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b: one boolean array per layer of the perception, and one per update layer."""
+"""Whether each gate passes on its input b: one array per layer of the perception, and one per update layer."""
 MOST_DRAWS = 20_000
-"""The largest number of draws in `returning`. The checkerboard needs about 400."""
+"""The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
 
 
@@ -40,8 +42,8 @@ def separating(
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
     """Return the least possible number of wrong cells after the last tick.
 
-    The earlier ticks move values as drawn. The last tick may apply any function of a cell's 3 x 3 neighborhood. If
-    cells with equal neighborhoods have different targets, no function is right for all of them.
+    The earlier ticks move values as drawn. The last tick may apply any function of a cell's 3 x 3 neighborhood. No
+    function is right for cells with equal neighborhoods and different targets.
 
     Args:
       start: the start state, (height, width, channels).
@@ -58,7 +60,7 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    order = [0, 2, 1, 3]  # swaps a and b, both in the rows 00, 01, 10, 11 of a truth table and in the terms 1, a, b, ab
+    order = [0, 2, 1, 3]  # swaps a and b in the rows 00, 01, 10, 11 of a truth table, and in the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
     return logits[..., np.array(order)]
@@ -67,10 +69,7 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """For each channel, return the channel and the cell whose value it takes in a tick.
-
-    The cell is a row-major index into the 3 x 3 neighborhood.
-    """
+    """For each channel, return the channel and the neighborhood's cell (row-major) whose value it takes in a tick."""
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]
@@ -93,16 +92,12 @@ def _sources(
 
 
 def _returns(sources: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a value that leaves the first channel returns to it after two ticks, via another channel.
-
-    `sources` is the result of `_sources`. Both ticks must move the value by one cell in the same diagonal direction.
-    """
+    """Return whether a value leaves the first channel and returns after two ticks along one diagonal."""
     channel, direction = sources[0]
     return channel != 0 and direction in (0, 2, 6, 8) and sources[channel] == (0, direction)
 
 
 def _seen(state: np.ndarray, periodic: bool) -> np.ndarray:
-    """Return the state of every cell's 3 x 3 neighborhood, `(height, width, 9, channels)`."""
     around = np.pad(state, ((1, 1), (1, 1), (0, 0)), mode="wrap" if periodic else "constant")
     height, width = state.shape[:2]
     return np.stack([around[i : i + height, j : j + width] for i in range(3) for j in range(3)], axis=2)

@@ -19,10 +19,10 @@ from jaxbp.optimizers import FusedOptimizer
 from jaxbp.precision import Policy
 
 Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]]
-"""A function `(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
+"""`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""A function `(key, inputs, step) -> inputs` that changes a batch at random. `step` is the step's number in the run."""
+"""`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the steps of the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The allowed finite values of a numeric setting: from `least` to `most`, without `least` if `above` is True."""
+    """The finite values from `least` to `most`, without `least` if `above` is True."""
 
     least: float = 0
     most: float = math.inf
@@ -56,15 +56,14 @@ FIELDS_WITHOUT_EFFECT = frozenset({"run_dir", "resume", "data_dir", "devices"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings that every experiment shares. An invalid value raises UserError, a ValueError."""
+    """The settings that every experiment shares. An invalid value raises UserError."""
 
     name: ClassVar[str]
     gradient_clip: ClassVar[float | None] = None
-    """Elements of the gradients are clipped to this absolute value. None: no clipping."""
+    """Elements of the gradients are clipped to this absolute value."""
     independent: ClassVar[bool] = True
-    """Whether the loss of an example is independent of the other examples in its batch."""
+    """Whether an example's loss does not depend on the rest of its batch."""
     examples: ClassVar[str] = "images"
-    """The plural noun for examples in printed lines."""
     curves: ClassVar[tuple[str, str]] = ("train", "test")
     """The names of the training curve and the test curve."""
 
@@ -161,7 +160,7 @@ def to_dict(config: TrainingConfig) -> dict[str, Any]:
 
 
 def from_dict(config: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Return the config whose settings `to_dict` saved. A field that an older version lacked gets its default."""
+    """Invert `to_dict`. A field that an older version lacked gets its default."""
     values = dict(saved)
     if (name := values.pop("experiment", None)) != config.name:
         raise UserError(f"the saved settings are of the experiment {name}; wants settings of {config.name}")
@@ -178,7 +177,7 @@ def as_json(saved: Mapping[str, Any]) -> str:
 
 
 def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that affect results and differ, as a dict from each field to (saved value, new value)."""
+    """Return the differing settings that affect results, as `{field: (saved value, new value)}`."""
     one, other = to_dict(saved), to_dict(config)
     return {
         field: (one[field], other[field])
@@ -188,7 +187,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return `saved`, with the `FIELDS_WITHOUT_EFFECT` of `config`, and with the `epochs` of `config` if they are more.
+    """Return `saved` with the `FIELDS_WITHOUT_EFFECT` of `config`, and with its `epochs` if they are more.
 
     Raise UserError if another field differs.
     """

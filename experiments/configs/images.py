@@ -1,5 +1,3 @@
-"""The settings and the loss of the experiments on images."""
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

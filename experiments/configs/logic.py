@@ -1,4 +1,4 @@
-"""The experiment `logic`, and the base class of the experiments `logic` and `logic-conv`."""
+"""The experiment `logic`, and the base class of `logic` and `logic-conv`."""
 
 import dataclasses
 import functools
@@ -27,16 +27,16 @@ RECIPES: dict[DatasetName, Recipe] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig(ImageConfig):
-    """Settings of a network of logic gates on images of bits.
+    """A network of logic gates on images of bits.
 
-    Training uses relaxed gates, which mix all logic functions. The evaluation uses hard gates: each gate is only the
-    function with the largest weight.
+    Training uses relaxed gates, which mix all logic functions. In the evaluation, each gate is only the function with
+    the largest weight.
     """
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
 
     def network(self, key: PRNGKeyArray) -> nnx.Module:
-        """Return the model. It takes bits and the keyword argument `hard`, which says whether its gates are hard."""
+        """Return the model, which takes bits and the keyword argument `hard`."""
         raise NotImplementedError
 
     def bits(self, images: Float[Array, "batch channels height width"]) -> Float[Array, "batch ..."]:

@@ -1,18 +1,21 @@
 """The experiment `logic-conv`.
 
-Each kernel of a convolution is a tree of 7 logic gates, and an or-pool takes the maximum over 2 x 2 positions. Let k be
-the number of kernels in the first convolution. The network for MNIST and Fashion-MNIST has:
+Each kernel of a convolution is a tree of 7 logic gates. An or-pool takes the maximum over 2 x 2 positions. With k
+kernels in the first convolution, the network for MNIST and Fashion-MNIST has:
 
     k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
     3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
     9 k kernels of 3 x 3, no padding            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
-If a kernel's gates are counted once per position, the network has 8939 k gates, and 657 k more gates in the or-pools.
-For size s (k = 16), these numbers are 143,024 and 10,512; for m (k = 64), 572,096 and 42,048; for l (k = 132),
-1,179,948 and 86,724. The published numbers of gates are 147,000, 566,000 and 1,270,000. The paper pads the second and
-third convolutions and has a third pool, which would give 11,564 k gates, and 999 k more in the or-pools. The network
-for CIFAR-10 has convolutions with k, 4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
+Counted at every position, these are 8939 k gates, and 657 k more in the or-pools:
+
+    size s (k = 16)     143,024 and 10,512      published: 147,000
+    size m (k = 64)     572,096 and 42,048      published: 566,000
+    size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
+
+The paper pads the second and third convolutions and has a third pool. The network for CIFAR-10 has convolutions with k,
+4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
 
 Source: as in `jaxbp.logic_conv2d`.
 """
@@ -48,7 +51,7 @@ class Size(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """The layers of a network. Kernels and widths are in units of k, the number of kernels in the first convolution."""
+    """Kernels and widths are in units of k, the number of kernels in the first convolution."""
 
     convolutions: Sequence[LogicConvolution]
     widths: Sequence[int]

@@ -22,12 +22,11 @@ def distort(
 ) -> Float[Array, "batch channels height width"]:
     """Distort each image by a smooth random field of displacements.
 
-    Displacements are drawn at knots x knots points, with standard deviation `pixels`, and interpolated cubically. They
-    are the same for all channels. Each pixel is read at its displaced position, with bilinear interpolation and zeros
-    outside the image.
+    Displacements at knots x knots points have the standard deviation `pixels`, and are interpolated cubically. Each
+    pixel is read at its displaced position, with bilinear interpolation and zeros outside the image.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
-    ICDAR 2003. The fields in the paper are smoothed noise instead of interpolated noise.
+    ICDAR 2003. The paper smooths noise instead of interpolating it.
     """
     batch, _, *size = images.shape
     at_knots = pixels * jax.random.normal(key, (batch, 2, knots, knots))

@@ -22,10 +22,10 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
     "fashion_mnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
 }
-"""Channels, height, and width of each dataset's images."""
+"""Channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest accepted number of items (images or labels) in a file, so that it fits in memory."""
+"""The largest accepted number of images or labels in a file, so that it fits in memory."""
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -59,7 +59,7 @@ MD5: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# CIFAR-10's binary files have no header. Each image has one byte for the label, and one per channel, row, and column.
+# CIFAR-10's files have no header. Each image has one byte for the label, and one per channel, row, and column.
 CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
@@ -82,14 +82,14 @@ def load(
     """Load a dataset.
 
     Args:
-      data_dir: the folder of the dataset's files. None: `jaxbp/<name>` in the user's cache folder. MNIST and
-        Fashion-MNIST have IDX files, plain or gzipped; missing files are downloaded. CIFAR-10 has binary files, which
-        are never downloaded. The digits need no files.
-      mirrors: base addresses to download from, tried in this order. None: known mirrors.
-      md5: the MD5 checksums of the files that may be downloaded, by name. None: the official checksums.
+      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. MNIST and Fashion-MNIST have
+        IDX files, plain or gzipped; missing files are downloaded. CIFAR-10 has binary files, which are never
+        downloaded.
+      mirrors: base addresses to download from, tried in this order.
+      md5: the MD5 checksums of the files that may be downloaded, by name.
 
     Raises:
-      UserError: (a ValueError) for an unknown name, or a file with corrupt or wrong content.
+      UserError: for an unknown name, or a file with corrupt or wrong content.
       FileNotFoundError: if a file is not in the folder and cannot be downloaded.
     """
     if name == "digits":
@@ -126,7 +126,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
                     f"{path}: has {len(header)} bytes; wants at least {header_bytes}, the size of the header"
                 )
             magic, *shape = np.frombuffer(header, ">u4").tolist()
-            wanted_magic = 0x0800 + dimensions  # 08: unsigned bytes
+            wanted_magic = 0x0800 + dimensions
             if magic != wanted_magic:
                 raise UserError(f"{path}: the magic number is {magic:#010x}; wants {wanted_magic:#010x}")
             if tuple(shape[1:]) != item_shape:
@@ -134,7 +134,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can expand to gigabytes. One byte more than wanted is enough to detect surplus bytes.
+            # A small gzip file can expand to gigabytes. One byte more than wanted shows surplus bytes.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error
@@ -145,15 +145,15 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
 
 
 def _digits() -> Dataset:
-    # scikit-learn takes one second to import, and only this dataset needs it.
+    # scikit-learn takes one second to import.
     import jax
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # The digit fills a box of 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip
-    # removes the overshoot of the cubic interpolation.
+    # The digit fills 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip removes
+    # the overshoot of the cubic interpolation.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(

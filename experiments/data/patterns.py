@@ -59,10 +59,7 @@ def letter() -> Bool[np.ndarray, "16 16 3"]:
 
 
 def life_step(boards: Shaped[Array, "*batch height width"]) -> Bool[Array, "*batch height width"]:
-    """Return the boards after one tick of the Game of Life on a torus.
-
-    A cell lives next if it has three living neighbors, or if it lives and has two living neighbors.
-    """
+    """Return the boards after one tick of the Game of Life on a torus."""
     alive = jnp.asarray(boards, jnp.int32)
     with_own = sum(jnp.roll(alive, (down, right), axis=(-2, -1)) for down in (-1, 0, 1) for right in (-1, 0, 1))
     return (with_own == 3) | ((alive == 1) & (with_own == 4))

@@ -1,7 +1,6 @@
 """Measure, print, and save the accuracy of ops for `experiments.check --accuracy`.
 
-Each row is for one op, dtype, and implementation. It has the location of the data with the worst error: an offset and a
-scale of one argument or of all arguments.
+Each row has the worst error of one op, dtype, and implementation, and the location of the data with this error.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Measure one op after another, and print and save its rows. Return whether every error is allowed.
+    """Print and save one row per op, dtype, and implementation. Return whether every error is allowed.
 
     Rows in the file `path` whose errors are allowed are not measured again.
     """
@@ -72,7 +71,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure the errors at all locations. If an error is too large, measure it again with more draws."""
+    """Measure the errors at all locations. Measure too large an error again with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):
@@ -87,7 +86,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
-    return finite(row, lambda infinite: 1e300)  # stands for infinity: no finite relative error is that large
+    return finite(row, lambda infinite: 1e300)  # no finite relative error is that large
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ PALETTES = {
     2: ("off", "c1", "c4", "c5"),
     3: ("off", "c1", "c2", "c3", "c4", "c5", "c6", "on"),
 }
-"""Colors of a cell for each number of channels. Bit i of a color's index is the value of channel i."""
+"""Bit i of a color's index is the value of channel i."""
 FRAMES = 8
 GIF_PIXELS = 384
 """The longer side of a GIF has at most this number of pixels, or one pixel per cell for larger grids."""
@@ -48,8 +48,8 @@ def write_pictures(
 ) -> list[Path]:
     """Write pictures of three runs of `ticks` ticks, and return the paths of the files.
 
-    The runs start from `initial_state`, from `large_state`, and from the last state of the first run, in which a square
-    is destroyed. The first `visible` channels are shown.
+    The third run starts from the last state of the first run, with a square destroyed. `visible` leading channels are
+    shown.
     """
 
     def run(state, number):

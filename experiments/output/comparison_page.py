@@ -1,4 +1,4 @@
-"""Write the HTML page of `experiments.compare`, which contains its tables and pictures in one file."""
+"""Write the HTML page of `experiments.compare`: tables and pictures in one file."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# The page's text color replaces this color in the finished picture.
+# Replaced by the page's text color in the finished picture.
 _TEXT = "#010203"
 
 
@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Return a table of each implementation's loss at some steps, and its largest distance from `reference`'s loss."""
+    """Tabulate each implementation's loss at some steps, and its largest distance from `reference`'s loss."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -55,7 +55,7 @@ def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:
 
 def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     text = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
-    # The salt makes the ids in a picture unique on the page, and equal in every run of the command.
+    # The salt makes a picture's ids unique on the page, and equal in every run.
     style = {
         **text,
         "svg.fonttype": "none",

@@ -1,6 +1,4 @@
-"""Errors of the commands, and a function that runs a command and prints one line on stderr if it fails.
-
-The exit codes of a failed command are:
+"""Errors of the commands, and a function that runs a command. The exit codes of a failed command are:
 
 1      the command cannot continue: corrupt files, a full disk, a loss that is not finite
 2      a mistake of the user
@@ -20,10 +18,7 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user.
-
-    A command prints only the message. Other `ValueError`s show a traceback.
-    """
+    """An invalid setting or file from the user. A command prints only its message, without a traceback."""
 
 
 class BrokenRun(Exception):
@@ -41,7 +36,7 @@ def run_command(
 
     Args:
       config: the dataclass of the settings, or a union of dataclasses, one per subcommand.
-      module: the text after `python -m`: a module, possibly with a subcommand.
+      module: the text after `python -m`.
       options: further arguments of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
@@ -58,7 +53,7 @@ def run_command(
 def exit_code(command: Callable[[], int]) -> int:
     """Run the command and return its exit code. After an expected exception, print one line on stderr.
 
-    Characters that stdout cannot encode, as in file names that are not UTF-8, are printed as escapes.
+    Characters that stdout cannot encode are printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -79,10 +74,7 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return `names`, or all known names if `names` is empty. Raise UserError if a name is unknown.
-
-    `what` and `wanted` are words of the error message.
-    """
+    """Return `names`, or all known names if `names` is empty. Raise UserError if a name is unknown."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))
@@ -101,7 +93,7 @@ def refuse_missing_folders(*paths: Path | None) -> None:
 
 @contextlib.contextmanager
 def kept_in(path: Path | None) -> Iterator[None]:
-    """Return a context in which Ctrl-C raises `Stopped`. Its message names the file with the results so far."""
+    """Turn Ctrl-C into `Stopped`, whose message names the file with the results so far."""
     try:
         yield
     except KeyboardInterrupt:
@@ -114,7 +106,6 @@ def _in_words(error: OSError) -> str:
 
 
 def warn(message: str) -> None:
-    """Print a one-line warning on stderr. `message` says what is wrong, and how the command continues."""
     _said(f"warning: {message}", 0)
 
 

@@ -9,9 +9,9 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, so that a reader sees either the old file or the complete new file.
+    """Write `data` to `path`. A reader sees either the old file or the complete new file.
 
-    If the process is killed while it writes, a temporary file may remain (`is_leftover`). An OSError names `path`.
+    If the process is killed, a temporary file may remain (`is_leftover`). An OSError names `path`.
     """
     temporary = temporary_name(path)
     try:

@@ -1,15 +1,13 @@
 """The fields that all result files have. A result file is a JSON object that a command writes.
 
-    schema     1
-    command    the command line
-    date       ISO 8601, UTC
-    commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
-    device     JAX's name for the kind of device
-    platform   "cpu", "gpu", ...
-    versions   the versions of Python, jaxbp, and the packages that jaxbp uses
-    note       further information for the reader; optional
-
-Each command adds further fields, which its documentation lists.
+schema     1
+command    the command line
+date       ISO 8601, UTC
+commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
+device     JAX's name for the kind of device
+platform   "cpu", "gpu", ...
+versions   the versions of Python, jaxbp, and the packages that jaxbp uses
+note       further information for the reader; optional
 """
 
 import json
@@ -49,11 +47,10 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Return Git's short hash, with `+` if tracked files differ from the commit. Return None if the hash is unknown."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # `root` may be a folder of installed packages inside another project's checkout, which has another commit.
+        # An installed package may lie in another project's checkout, which has another commit.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty
@@ -72,7 +69,7 @@ def keep(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def finite(value: Any, otherwise: Callable[[float], Any] = lambda number: None) -> Any:
-    """Return the value with `otherwise(number)` in place of infinities and NaN, which JSON cannot hold."""
+    """Replace infinities and NaN, which JSON cannot hold, by `otherwise(number)`."""
     if isinstance(value, Mapping):
         return {key: finite(inner, otherwise) for key, inner in value.items()}
     if isinstance(value, list | tuple):

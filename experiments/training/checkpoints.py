@@ -1,7 +1,7 @@
-"""Checkpoints of a run. A checkpoint is a folder with everything that the run needs to resume:
+"""Checkpoints of a run. A checkpoint is a folder:
 
-    run.json    the settings, the metrics of every completed epoch, the checksum of the model's constants (the variables
-                that are not trained), the checksums of the files in state/, and the checksum of run.json
+    run.json    the settings, the metrics of every completed epoch, and checksums of run.json, of the files in state/,
+                and of the model's variables that are not trained
     state/      the parameters and the state of the optimizer, written by Orbax
 
 A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
@@ -38,12 +38,11 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the state before the first epoch.
+    """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the initial state.
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
       constants: the checksum of the model's variables that are not trained, or None if there are none.
-      metrics: the metrics of each completed epoch.
       files: the checksum of each file, by its path within `state/`.
       folder: the folder of all checkpoints.
     """
@@ -122,7 +121,7 @@ def save_state(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Silence the threads of Orbax. They print tracebacks of errors that `save` also raises."""
+    """Silence the threads of Orbax, which print tracebacks of errors that `save` also raises."""
     previous, logger, is_disabled = sys.unraisablehook, logging.getLogger("absl"), logging.getLogger("absl").disabled
 
     def hook(unraisable):
@@ -139,10 +138,7 @@ def _silent_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield an absolute path to the folder. If Orbax does not accept this path, yield a symbolic link to the folder.
-
-    Orbax fails if a path has a `[`, a backslash, or a name that is not UTF-8.
-    """
+    """Yield the folder, or a symbolic link to it if its path has characters at which Orbax fails."""
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
         yield folder
@@ -197,10 +193,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Return the arrays as a state with the structure of `like`. This inverts `to_arrays`.
-
-    Raise BrokenRun, as in `check_like`, if the arrays do not fit `like`.
-    """
+    """Invert `to_arrays`: return a state with the structure of `like`, or raise BrokenRun as `check_like` does."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
@@ -208,8 +201,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
-    Check `Checkpoint.shapes` before reading arrays, because a small file can claim an array that does not fit in
-    memory.
+    Check `Checkpoint.shapes` before reading arrays. A small file can claim an array that does not fit in memory.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
@@ -223,7 +215,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return a dict from paths to leaves. If `value` is a variable's only leaf, its path is the variable's path."""
+    """Map paths to leaves (arrays). If `value` is a variable's only leaf, its path is the variable's path."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

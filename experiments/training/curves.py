@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# pyplot is not used, because it keeps global state, and its backend depends on the machine's display.
+# pyplot keeps global state, and its backend depends on the machine's display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -25,8 +25,8 @@ def draw(
 ) -> bytes:
     """Return a PNG with the loss and the error rate of each epoch, above misclassified test images.
 
-    No images are shown if `predictions`, the predicted classes of the test images, is None. `names` are the names of
-    the training curve and of the test curve.
+    `predictions` are the predicted classes of the test images. `names` are the names of the training curve and of the
+    test curve.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
@@ -79,6 +79,6 @@ def _draw_mistakes(figure: SubFigure, dataset: Dataset, predictions: np.ndarray,
     for axes in grid:
         axes.set_axis_off()
     for axes, index in zip(grid, mistakes, strict=False):
-        pixels = np.moveaxis(dataset.test_images[index], 0, -1)  # one channel is drawn in gray, three in color
+        pixels = np.moveaxis(dataset.test_images[index], 0, -1)
         axes.imshow(pixels, cmap="gray_r", vmin=0, vmax=1)
         axes.set_title(f"{dataset.test_labels[index]} → {predictions[index]}", fontsize=9)

@@ -1,6 +1,6 @@
 """The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices.
 
-The carry of the scan is a `TrainState`, which is donated to the compiled epoch, and saved in checkpoints.
+The scan carries a `TrainState`, whose buffers each epoch overwrites (donation).
 """
 
 import dataclasses
@@ -29,14 +29,12 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Share = Callable[[Array], Array]
 
-# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner may choose differently in each process.
+# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner's choice may differ between processes.
 # With deterministic ops, repeated and resumed runs give the same bits on a GPU.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
 class TrainState(NamedTuple):
-    """The arrays that training changes."""
-
     params: PyTree
     opt_state: optax.OptState
     loss_scale: LossScale | None = None
@@ -57,7 +55,7 @@ class Metrics(NamedTuple):
     """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
-    """Seconds of compilation before this epoch. Only the first epoch of a process compiles."""
+    """Only the first epoch of a process compiles."""
     loss_scale: float | None = None
     """The factor of the loss after this epoch. None if the loss is not scaled."""
     skipped_steps: int = 0
@@ -67,11 +65,10 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """The largest number of consecutive skipped steps. Far fewer steps reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run has diverged if its mean loss or a parameter exceeds these values. Before training, all losses are below
-1e3. Parameters are checked because a network of gates can diverge without a large loss: outputs of gates stay
-between 0 and 1."""
+"""A run has diverged if its mean loss or a parameter exceeds these values. Losses before training are below 1e3. A
+network of gates can diverge without a large loss, because outputs of gates stay between 0 and 1."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
-"""The metrics that differ between two runs with the same settings. All other metrics are equal."""
+"""The metrics that differ between two runs with the same settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +158,9 @@ def _compiled(
 
 
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
-    """Return the model's parameters, and a pure function `(params, inputs, targets)` that computes the loss.
+    """Return the model's parameters, and its loss as a pure function `(params, inputs, targets)`.
 
-    The given `loss` takes `(model, inputs, targets)`. The model's other variables, such as wires, keep their initial
-    values.
+    The given `loss` takes `(model, inputs, targets)`. The model's other variables keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
@@ -181,7 +177,7 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW with a learning rate that rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
+    """Return AdamW. Its learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
 
     `clip` limits each element of the gradients to ±clip.
     """
@@ -205,13 +201,11 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` of the shuffled examples are left out. `key`, `epoch`, and the step's number determine how
-    `augment` changes the inputs of a step. Epochs are counted from 1, and steps from 0.
+    The last `N % batch_size` of the shuffled examples are left out. Epochs are counted from 1, and steps from 0.
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
-      a loss scale, a step with non-finite values does not change the parameters. Without a loss scale, the last result
-      is True for every step.
+        a loss scale, a step with non-finite values keeps the parameters. Without a loss scale, the last result is True.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
@@ -274,12 +268,12 @@ def run(
     """Train from `state`, the state after `epochs_done` epochs, to the last epoch.
 
     After each epoch, yield its metrics, the state, and the predictions for the test set. The next epoch overwrites the
-    buffers of this state, so copy the state to keep it.
+    state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if a training loss or the test loss is not finite, if the mean training loss
-        exceeds `MOST_LOSS`, or if a parameter exceeds `MOST_PARAMETER`. With a loss scale, some training losses of an
-        epoch may be infinite or NaN, but not all, and not in `MOST_SKIPPED` consecutive steps.
+      FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, if a parameter exceeds
+        `MOST_PARAMETER`, or if a loss is not finite. With a loss scale, some training losses may be infinite or NaN,
+        but not all, and not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

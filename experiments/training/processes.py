@@ -1,9 +1,8 @@
 """Train one model in several processes. Each process uses the devices that it sees.
 
 Process 0 has the settings, writes the run directory, prints, and runs JAX's coordinator. Each other process connects to
-process 0 at the port after the coordinator's port. It sends one line with its number, the number of processes, and a
-secret token, and receives the settings. When a process ends, its connections close, and the other processes end as
-well.
+the port after the coordinator's. It sends its number, the number of processes, and a secret token in one line, and
+receives the settings.
 """
 
 import argparse
@@ -39,7 +38,7 @@ POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
 """The seconds in which a process must notice that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Options of TCP keepalive: seconds before the first probe, seconds between probes, and the number of probes."""
+"""Seconds before the first probe of a TCP connection, seconds between probes, and number of probes."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
 
@@ -77,8 +76,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Process 0 sends the other processes its `settings`, one line of text. Process 0 exits with the exit code of its
-    command. If this code is 0, the other processes also exit with 0. If a process disappears, the others exit with 1.
+    Process 0 sends its `settings`, one line of text. It exits with its command's exit code. If this code is 0, the
+    other processes also exit with 0. If a process disappears, the others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -90,7 +89,7 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """Return the arrays of process 0, in every process. Every process must pass arrays of equal shapes and dtypes."""
+    """Return process 0's arrays in every process. Every process must pass arrays of equal shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
@@ -101,7 +100,7 @@ def of_process_0(tree: PyTree) -> PyTree:
 
 
 class Joined:
-    """A process with its connections. Process 0 is connected to all others, and every other process to process 0."""
+    """A process with its connections. Process 0 is connected to all others."""
 
     def __init__(self, place: Place, links: dict[int, socket.socket]):
         self._place, self._links, self._ends = place, links, threading.Event()
@@ -152,7 +151,7 @@ class Joined:
         self._ends.set()
         if self._place.process == 0:
             for link in self._links.values():
-                with contextlib.suppress(OSError):  # the process has ended
+                with contextlib.suppress(OSError):
                     link.sendall(DONE * (code == 0))
                     link.shutdown(socket.SHUT_WR)
         for watch in self._watches:
@@ -199,10 +198,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Read the first line of a new connection, and close the connection if its token is wrong.
-
-    Otherwise, put the connection, the process's number, and the number of processes into the queue `introduced`.
-    """
+    """Queue a new connection and its first line's numbers, or close it if its token is wrong."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -250,8 +246,8 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return the relay's local address.
 
-    When JAX's connection to the coordinator closes, JAX aborts the process, often before `_watch` can print the reason.
-    The relay keeps the connection open.
+    JAX aborts the process when its connection closes, often before `_watch` prints the reason. The relay keeps the
+    connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -267,7 +263,7 @@ def _relay(place):
 
 
 def _forward(source, sink):
-    """Forward data from `source` to `sink`. When `source` closes, leave `sink` open."""
+    """Forward data. When `source` closes, leave `sink` open."""
     sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):
         while said := source.recv(2**16):
@@ -285,7 +281,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read the next line, and nothing after it. Raise OSError if the line is too long or arrives too slowly."""
+    """Read only the next line. Raise OSError if it is too long or too slow."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

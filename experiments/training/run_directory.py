@@ -5,10 +5,9 @@
     metrics.jsonl     one line per epoch
     checkpoints/      the state after each of the last two epochs: see `experiments/training/checkpoints.py`
     curves.png        drawn after the last epoch, or when the run is stopped; an experiment may write more files
-    files.sha256      the checksums of curves.png and of the experiment's files, for `sha256sum --check`; written last
+    files.sha256      the checksums of curves.png and of the experiment's files, written last
 
-A run resumes from its newest intact checkpoint. If config.json or metrics.jsonl differ from this checkpoint, they are
-rewritten. Other files are not touched.
+A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ from it.
 """
 
 import contextlib
@@ -45,8 +44,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raise UserError if the directory holds no run, or a run of an unknown experiment. Raise BrokenRun if every
-    checkpoint is corrupt.
+    Raise UserError if it holds no run, or one of an unknown experiment. Raise BrokenRun if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
@@ -61,7 +59,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
-    """Return the settings of the run in a directory, and its model with the parameters of the newest checkpoint.
+    """Return the settings of a run, and its model with the parameters of the newest checkpoint.
 
     Raise the errors of `saved_config`, and BrokenRun if the parameters do not fit the model that this version builds.
     """
@@ -124,7 +122,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Unlock the directory. If the run has a checkpoint, raise BrokenRun instead of an OSError of `DISK_ERRORS`."""
+        """If the run has a checkpoint, raise BrokenRun instead of an OSError of `DISK_ERRORS`."""
         self._open.close()
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and self.has_begun:
             raise BrokenRun(
@@ -149,8 +147,8 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the state to train from: the checkpoint's state if the run resumes, otherwise `initial`.
 
-        A new run gets a directory and the checkpoint of epoch 0. `constants` is the checksum of the model's constants.
-        Raise BrokenRun if the checkpoint's arrays do not fit `initial`, or if it has another checksum of the constants.
+        A new run gets a directory and the checkpoint of epoch 0. Raise BrokenRun if the checkpoint's arrays do not fit
+        `initial`, or if `constants`, the checksum of the model's constants, differs.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -197,8 +195,7 @@ class RunDirectory:
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove temporary files of killed processes, and rewrite the settings and metrics if they differ from the
-        checkpoint. If `loud`, warn of damaged files."""
+        """Remove files of killed processes, and rewrite settings and metrics that differ from the checkpoint."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -219,7 +216,7 @@ class RunDirectory:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[Metrics]:
-    """Return the metrics of every epoch. Raise BrokenRun if an epoch or a field is missing, or a field is unknown."""
+    """Raise BrokenRun if an epoch or a field is missing, or a field is unknown."""
     try:
         metrics = [build(Metrics, line) for line in checkpoint.metrics]
     except TypeError as error:

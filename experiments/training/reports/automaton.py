@@ -55,12 +55,12 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Run the hardened automaton from unseen start states. Return a dict of shares of these runs, and lines to print.
 
-    Training uses `config.steps` ticks. Each key says when the visible channels must equal the pattern in every cell:
+    Each key says when the visible channels must equal the pattern in every cell:
 
-    right   at tick `steps`
-    stands  at every tick from `steps + 1` to `4 * steps`
-    blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
-    heals   `steps` ticks after a square of the state at tick `steps` was destroyed
+        right   at tick `steps`
+        stands  at every tick from `steps + 1` to `4 * steps`
+        blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
+        heals   `steps` ticks after a square of the state at tick `steps` was destroyed
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)
     states = circuit.states(starts(config, UNSEEN, config.trials), 4 * steps, **options)
@@ -83,10 +83,10 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 
 
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Compare the hardened automaton with the Game of Life.
+    """Compare the hardened automaton with the Game of Life. Return a dict, and lines to print.
 
-    Return a dict and lines to print. The dict has `right`, the share of the 512 neighborhoods for which the center
-    cell's next state is correct. It also has `ticks`, the number of ticks from a random board until a cell is wrong.
+    right  the share of the 512 neighborhoods for which the center cell's next state is correct
+    ticks  the number of ticks from a random board until a cell is wrong
     """
     boards = starts(config, 0, 512)
     right = circuit.run(boards, 1)[:, 1, 1] == np.asarray(config.targets(boards))[:, 1, 1]

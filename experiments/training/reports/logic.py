@@ -49,8 +49,7 @@ def write_report(
 ) -> str:
     """Write a picture of the gates of `circuit`, and the code of `evaluated`. Return lines to print.
 
-    `evaluated` computes the same results as `circuit`, and may be simplified. The lines have accuracies, `lines`, and
-    the speed of `evaluated`.
+    `evaluated` computes the same results as `circuit`, and may be simplified.
     """
     bits = np.asarray(config.bits(jnp.asarray(dataset.test_images))) > 0
     write_atomically(config.run_dir / "gates.png", histogram(circuit, f"{config.name} on {dataset.name}"))
