@@ -48,9 +48,9 @@ class Accuracy:
     A row is a vector along the last axis. Each error is a quantile over the rows of all draws.
 
     Attributes:
-      result: "value" and the index of a result, or "gradient in" and the name of an argument.
-      error: `‖a - e‖ / ‖e‖`, where a is a row of the implementation's result, and e is this row in float64.
-      native: the same quotient for autodiff.
+      result: "value" and a result's index, or "gradient in" and an argument's name.
+      error: `‖a - e‖ / ‖e‖` for a row a of the implementation's result, and the same row e in float64.
+      native: this quotient for autodiff.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
@@ -74,10 +74,8 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of every result and gradient of the cases at every offset and scale.
 
-    All arguments except `dy`, weights, and integers are moved together, and then each argument alone. A location is
-    left out if values overflow there, or if values that an op must tell apart become equal.
-
-    `cases` maps names to pairs of a catalogue entry and one of its cases.
+    All arguments except `dy`, weights, and integers are moved together, and then each alone. A location is left out if
+    values overflow there, or if values that an op must tell apart become equal.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -135,7 +133,7 @@ def _draw(cases, draws):
             name: (case.draw(0), jax.vmap(functools.partial(floats, case))(seeds)) for name, (_, case) in cases.items()
         }
 
-    with jax.default_prng_impl("rbg"):  # compiles faster
+    with jax.default_prng_impl("rbg"):
         return {name: _Drawn(*cases[name], arguments, _numpy(values)) for name, (arguments, values) in draw().items()}
 
 
@@ -193,11 +191,10 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the `_Errors` of a result at one location, or None if no exact value fits in the dtype.
+    """Return the errors of a result at one location, or None if no exact value fits in the dtype.
 
-    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is added to the allowed
-    error. If autodiff loses many digits, some rows are correct by chance, so the median replaces the quantile
-    `NEARLY_ALL`.
+    `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed. If autodiff
+    loses many digits, some rows are correct by chance, so the median replaces the quantile `NEARLY_ALL`.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

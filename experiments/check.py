@@ -1,12 +1,10 @@
 """Check the ops of jaxbp against finite differences, in every implementation.
 
-    python -m experiments.check                                  # the whole catalogue, in float32
-    python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
-    python -m experiments.check layer_norm --verbose             # one row per compared result
-    python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
-    python -m experiments.check --repeat 100                     # 100 runs must give the same bits
-
-The exit code is 1 if a comparison fails. With `--repeat`, arrays on a GPU have realistic sizes.
+python -m experiments.check                                  # the whole catalogue, in float32
+python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
+python -m experiments.check layer_norm --verbose             # one row per compared result
+python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
+python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 """
 
 import dataclasses
@@ -40,7 +38,7 @@ class CheckConfig:
     """Check the gradients of ops against finite differences, in every implementation."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
-    """Names of ops, or `all`. The name of a forward also selects its backwards."""
+    """Names of ops, or `all`. A forward's name also selects its backwards."""
     dtype: tuple[Literal["float16", "bfloat16", "float32", "float64"], ...] = ("float32",)
     """Dtypes of the arguments. GPU kernels do not support float64."""
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ("pallas", "xla", "autodiff")
@@ -48,13 +46,13 @@ class CheckConfig:
     order: Literal[1, 2, 3] = 2
     """Highest order of derivatives to check; 1 checks values and gradients."""
     accuracy: bool = False
-    """Instead, measure the errors against float64, also for data that is far from zero, large, or small."""
+    """Instead, measure errors against float64, also for values far from zero, large, or small."""
     repeat: int | None = None
     """Instead, compute each op and its gradients this many times, and compare the bits of the results."""
     seed: int = 0
     """Seed of the random arguments."""
     scale: float = 1.0
-    """Factor by which all arguments are multiplied, except for probabilities, weights, and fixed arguments."""
+    """Factor for all arguments except probabilities, weights, and fixed arguments."""
     verbose: bool = False
     """Print one row per comparison, not one row per op."""
     json: Path | None = None

@@ -1,9 +1,7 @@
 """Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
 
-    python -m experiments.check_public                           # functions of all installed packages, three seeds each
-    python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
-
-The exit code is 1 if the gradients of a function are wrong.
+python -m experiments.check_public                           # functions of all installed packages, three seeds each
+python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 """
 
 import dataclasses
@@ -24,10 +22,10 @@ CLEARED_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class CheckPublicConfig:
-    """Check autodiff's gradients of public functions."""
+    """Check autodiff's gradients of public functions. The exit code is 1 if a gradient is wrong."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Check only functions whose names begin with one of these words. By default, check all functions."""
+    """Check only functions whose names begin with one of these words."""
     seeds: int = 3
     """Number of random draws of each function's arguments."""
     order: int = 1

@@ -1,10 +1,8 @@
 """Compare the implementations of jaxbp's ops in an experiment: their gradients, their cost, and their training curves.
 
-    python -m experiments.compare lenet                          # prints tables
-    python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
-    python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
-
-Each implementation trains from the same seed.
+python -m experiments.compare lenet                          # prints tables
+python -m experiments.compare lenet --steps 200 --html lenet.html --json lenet.json
+python -m experiments.compare lenet --precision mixed_bfloat16 --implementations xla autodiff
 """
 
 import dataclasses
@@ -48,7 +46,7 @@ class CompareConfig(Generic[Config]):
     implementations: tuple[Literal["pallas", "xla", "autodiff"], ...] = ()
     """Implementations to compare with autodiff. Default: pallas and xla, or without a GPU only xla."""
     matmul_precision: Literal["default", "highest"] = "default"
-    """Precision of float32 products: default, which is TF32 on a GPU, or highest, which is exact float32."""
+    """Precision of float32 products: default, which is TF32 on a GPU, or highest, which is float32."""
     second_order: bool = True
     """Also compare Hessian-vector products of the loss for a random vector."""
     seconds: float = 0.05

@@ -1,9 +1,7 @@
 """Kill and resume a training run repeatedly, and compare its final bits with the bits of an uninterrupted run.
 
-    python -m experiments.kill                                   # LeNet on the digits, killed 50 times
-    python -m experiments.kill logic --kills 10 --epochs 60
-
-After each kill, the newest checkpoint must be intact. The exit code is 1 if the final bits differ.
+python -m experiments.kill                                   # LeNet on the digits, killed 50 times
+python -m experiments.kill logic --kills 10 --epochs 60
 """
 
 import contextlib
@@ -38,7 +36,7 @@ class KillConfig:
     """Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
-    """Name of an experiment of experiments.train."""
+    """Experiment of experiments.train."""
     kills: int = 50
     """Number of times that the run is killed."""
     epochs: int | None = None

@@ -108,13 +108,12 @@ class SanitizeConfig:
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of the ops to run. By default, all ops of the catalogue."""
     tools: tuple[Literal["memcheck", "racecheck", "initcheck", "synccheck"], ...] = TOOLS
-    """Tools of compute-sanitizer to run."""
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """The largest number of processes per op and tool. A process is repeated if it failed or timed out."""
+    """Largest number of processes per op and tool. Another process runs only after one failed or timed out."""
     processes: int = 1
-    """The number of processes that run at once."""
+    """Number of processes that run at once."""
     json: Path | None = None
     """JSON file for one row per op and tool."""
     child: bool = False
@@ -174,7 +173,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Run at most `attempts` processes, until one neither fails nor times out. Return the last process's row."""
+    """Run up to `attempts` processes, until one neither fails nor times out, and return the last one's row."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -191,7 +190,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # a backtrace of the host would have about fifty lines per finding
+        "device",  # about fifty lines per finding on the host
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]

@@ -53,11 +53,11 @@ class Options:
     json: Path | None = None
     """JSON file for the result: accuracy, times, settings, device, and versions."""
     coordinator: str | None = None
-    """For a run in several processes: HOST:PORT at which process 0 listens. Process 0 also uses the next port."""
+    """In several processes: HOST:PORT at which process 0 listens. It also uses the next port."""
     process: int | None = None
-    """For a run in several processes: number of this process, from 0. All processes use process 0's settings."""
+    """In several processes: number of this process, from 0. All processes use process 0's settings."""
     processes: int | None = None
-    """For a run in several processes: number of the processes."""
+    """In several processes: number of the processes."""
 
 
 class Command(NamedTuple):
@@ -112,10 +112,7 @@ def _follow(settings: str) -> int:
 def _shared(
     prepared: Training, dataset: Dataset, state: TrainState, epochs_done: int, is_done: bool
 ) -> tuple[TrainState, int, bool]:
-    """Return process 0's `state`, `epochs_done`, and `is_done` in every process.
-
-    Raise UserError if this process has other data or another model.
-    """
+    """Return process 0's arguments. Raise UserError if this process has other data or another model."""
     checksum = np.uint32(0)
     if jax.process_count() > 1:
         for part in (*dataset[:4], np.frombuffer((prepared.constants_checksum or "").encode(), np.uint8)):
@@ -133,8 +130,8 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
-    With `--resume` and `--run-dir`, omitted settings come from the saved run. UserError is raised if there is no saved
-    run, or if a given setting differs from it, except for more epochs. Invalid arguments raise SystemExit.
+    With `--resume` and `--run-dir`, omitted settings come from the saved run. UserError is raised if no run is saved,
+    or if a setting other than more epochs differs from it. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -181,7 +178,7 @@ def train(config: TrainingConfig) -> Metrics:
       UserError: for invalid data or settings, or if the run directory does not match the settings.
       BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
-      Stopped: after Ctrl-C and a drawing of the completed epochs' curves.
+      Stopped: after Ctrl-C. The curves of the completed epochs have been drawn.
     """
     with RunDirectory(config) as directory:
         config = directory.config

@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a pair: a seed for the start state, and the number of the optimizer step that draws it. The first seed of
-a batch also determines which cells fire and which gates are hard.
+An example is a seed for the start state, and the number of the optimizer step that draws it. A batch's first seed also
+determines which cells fire and which gates are hard.
 """
 
 import dataclasses
@@ -51,22 +51,19 @@ HARD_GATES: Settings = dict(
     restart_after=0,
     target_accuracy=1.0,
 )
-"""The share of hard gates grows during training."""
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
-"""Each tick first rounds a tenth of the state's values to 0 or 1."""
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts at training on a small grid, each with new initial gates."""
+"""Many short attempts on a small grid, each with new initial gates. docs/automata.md explains the recipes."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
-"""Weight decay keeps gates from becoming almost hard, so that they continue to learn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
-    The loss is the squared error of the visible channels of the last state, summed over cells and averaged over the
-    batch. The accuracy is the share of examples whose visible channels the hardened automaton gets right in every cell.
-    In the hardened automaton, each gate is the logic function with the largest weight.
+    The loss is the squared error of the visible channels of the last state, summed over cells. The accuracy is the
+    share of examples whose visible channels are right in every cell of the hardened automaton. There, each gate is the
+    logic function with the largest weight.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
@@ -78,7 +75,7 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The first `visible` channels are visible. Only they enter the loss."""
+    """Only the first `visible` channels are visible and enter the loss."""
     any_grid: ClassVar[bool] = False
     """Whether the target is defined for grids of every size."""
     steps: ClassVar[int]
@@ -90,7 +87,6 @@ class AutomatonConfig(TrainingConfig):
     published: ClassVar[tuple[Recipe, int]]
     """The published recipe and number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
-    """The defaults for `recipe="hardening"`."""
     hardening: ClassVar[tuple[int, int] | None] = None
     """The updates and epochs for `recipe="hardening"`. None: the published numbers."""
     stands: ClassVar[bool] = False
@@ -105,7 +101,7 @@ class AutomatonConfig(TrainingConfig):
     updates: Annotated[int | None, Range(1)] = None
     """Number of optimizer steps, rounded up to a multiple of `epochs`."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Number of epochs. Each is an equal share of the updates, followed by an evaluation and a checkpoint."""
+    """Number of epochs, each an equal share of the updates before an evaluation and a checkpoint."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -115,25 +111,25 @@ class AutomatonConfig(TrainingConfig):
     pass_through: Annotated[float | None, Range()] = None
     """Initial logit of the function that passes on one input: `residual_logit` of jaxbp.initial_logits."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of the gates that are hard at the last update. Hard gates have the gradients of relaxed gates."""
+    """Share of the gates that are hard at the last update. They keep the gradients of relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
     """Share of a state's values that each tick first rounds to 0 or 1. Gradients ignore the rounding."""
     certainty: Annotated[float | None, Range()] = None
-    """Weight of a penalty in the loss on gates that are not almost hard. The weight grows until the last update."""
+    """Final weight of a penalty on gates that are not almost hard."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of the updates during which `hard_share` and `certainty` act as 0. Then both grow linearly."""
+    """Share of the updates during which `hard_share` and `certainty` are 0. Then both grow linearly."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
-    """Input, a or b, that each gate initially passes on. automaton_first_gates.py describes the choices."""
+    """Input, a or b, that each gate initially passes on: see docs/automata.md."""
     shrink: Annotated[int | None, Range(1)] = None
     """Divisor of the grid's height and width and of the number of ticks, in training only."""
     restart_after: Annotated[int | None, Range()] = None
     """Updates after which training restarts with new parameters, at the end of an epoch. 0: never."""
     noise: Annotated[float, Range()] = 0.0
-    """Scale of the Gumbel noise that is added to the parameters for each loss and not kept."""
+    """Scale of the Gumbel noise that each loss adds to the parameters."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with this test accuracy. None: 1, or in the recipe "published", train all epochs."""
+    """Stop after the first epoch with this test accuracy. None: 1, or with the published recipe, never."""
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
 

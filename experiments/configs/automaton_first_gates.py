@@ -1,11 +1,7 @@
 """Choices of the input, a or b, that each gate of an automaton passes on at the start of training.
 
-If every gate passes on one input, a tick only moves values between channels and neighboring cells. The values of the
-setting `first_gates` choose:
-
-    drawn       random inputs
-    returning   drawn until a value that leaves the first channel is back there after two ticks
-    separating  the draw with the fewest `confused` cells
+docs/automata.md describes the choices. If every gate passes on one input, a tick only moves values between channels and
+neighboring cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +39,10 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
     """Return the least possible number of wrong cells after the last tick.
 
     The earlier ticks move values as drawn. The last tick may apply any function of a cell's 3 x 3 neighborhood. No
-    function is right for cells with equal neighborhoods and different targets.
+    function is right for equal neighborhoods with different targets.
 
     Args:
-      start: the start state, (height, width, channels).
+      start: (height, width, channels).
       target: the visible channels after `steps` ticks, (height, width, visible).
     """
     targets = target.reshape(-1, target.shape[-1])
@@ -69,7 +65,7 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """For each channel, return the channel and the neighborhood's cell (row-major) whose value it takes in a tick."""
+    """Return, for each channel, the channel and the cell of the 3 x 3 neighborhood that it takes its value from."""
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]

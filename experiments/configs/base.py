@@ -1,5 +1,3 @@
-"""The settings that every experiment shares, and their conversion to JSON."""
-
 import dataclasses
 import json
 import math
@@ -72,21 +70,21 @@ class TrainingConfig:
     batch_size: Annotated[int | None, Range(1)] = None
     """Examples per step. An incomplete last batch is dropped. None: the dataset's default."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Number of passes over the training set. The learning rate's schedule spans them. None: the dataset's default."""
+    """Number of passes over the training set. None: the dataset's default."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW. The decay of a step is this value times the learning rate."""
+    """Weight decay of AdamW, which each step multiplies by the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """Dtypes: with mixed precision, the model computes in bfloat16 or float16, and parameters stay in float32."""
+    """With mixed precision, the model computes in bfloat16 or float16, and parameters stay in float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
-    """Stop after the first epoch with at least this test accuracy, from 0 to 1. None: train all epochs."""
+    """Stop after the first epoch with at least this test accuracy. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
-    """Number of devices among which each batch is divided. None: as many as possible; batch_size must be a multiple."""
+    """Number of devices among which each batch is divided, a divisor of batch_size. None: as many as possible."""
     run_dir: Path | None = None
-    """Directory of the run's files. None: a new folder under runs/, named after the experiment and the time."""
+    """Directory of the run's files. None: a new folder in runs/, named after the experiment and the time."""
     resume: bool = False
-    """Continue the run in run_dir from its last checkpoint, with the same settings. Only epochs may increase."""
+    """Continue the run in run_dir from its last checkpoint. Only epochs may change, and only increase."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -118,7 +116,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for a run of `steps` steps. None means Adam with the settings of this config."""
+        """Return the optimizer for a run of `steps` steps. None means Adam with these settings."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:

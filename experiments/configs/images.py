@@ -26,15 +26,15 @@ class ImageConfig(TrainingConfig):
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
 
     dataset: DatasetName = "digits"
-    """Dataset. digits comes with scikit-learn, mnist and fashion_mnist are downloaded, cifar10 must be in data_dir."""
+    """digits comes with scikit-learn, mnist and fashion_mnist are downloaded, cifar10 must be in data_dir."""
     data_dir: Path | None = None
-    """Folder of the dataset's files, except for digits, which needs no files. None: a cache folder."""
+    """Folder of the dataset's files. None: a cache folder."""
     implementation: ImplementationName | None = None
     """Implementation of the backward passes. None: the fastest that the platform supports."""
     shift: Annotated[int, Range()] = 0
-    """Shift training images at random, by at most this many pixels in each direction."""
+    """Largest random shift of training images in each direction, in pixels."""
     distortion: Annotated[float, Range()] = 0.0
-    """Standard deviation, in pixels, of smooth random distortions of the training images."""
+    """Standard deviation of smooth random distortions of the training images, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)

@@ -71,13 +71,13 @@ class LogicConfig(GateConfig):
     gates: Annotated[int | None, Range(1)] = None
     """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature: the score of a class is the sum of its gates' outputs divided by tau. None: sqrt(gates / 80)."""
+    """Temperature, the divisor of a class's score, which is the sum of its gates' outputs. None: sqrt(gates / 80)."""
     levels: Annotated[int, Range(1)] = 3
-    """Number of bits per pixel. They say whether the pixel exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """Wiring: with unique, no two gates of a layer have the same pair of inputs; with random, two gates may."""
+    """With unique, no two gates of a layer have the same pair of inputs. With random, two gates may."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each gate passes on its first input; with normal, each is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, each is a random mixture."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

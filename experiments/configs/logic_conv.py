@@ -1,7 +1,7 @@
 """The experiment `logic-conv`.
 
-Each kernel of a convolution is a tree of 7 logic gates. An or-pool takes the maximum over 2 x 2 positions. With k
-kernels in the first convolution, the network for MNIST and Fashion-MNIST has:
+A kernel is a tree of 7 logic gates. An or-pool takes the maximum over 2 x 2 positions. With k kernels in the first
+convolution, the network for MNIST and Fashion-MNIST has:
 
     k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
     3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
@@ -14,10 +14,7 @@ Counted at every position, these are 8939 k gates, and 657 k more in the or-pool
     size m (k = 64)     572,096 and 42,048      published: 566,000
     size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
 
-The paper pads the second and third convolutions and has a third pool. The network for CIFAR-10 has convolutions with k,
-4 k, 16 k and 32 k kernels of 3 x 3, each with padding and an or-pool.
-
-Source: as in `jaxbp.logic_conv2d`.
+The paper pads the second and third convolutions and has a third pool. Source: as in `jaxbp.logic_conv2d`.
 """
 
 import dataclasses
@@ -120,17 +117,17 @@ class LogicConvConfig(GateConfig):
     kernels: Annotated[int | None, Range(1)] = None
     """Number of kernels in the first convolution. The other layers grow in proportion."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature: the score of a class is the sum of its gates' outputs divided by tau."""
+    """Temperature, the divisor of a class's score, which is the sum of its gates' outputs."""
     levels: Annotated[int | None, Range(1)] = None
-    """Number of bits per value of the image. They say whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per value of the image: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     weight_decay: Annotated[float | None, Range()] = None
-    """Weight decay of AdamW, as in Optax's adamw."""
+    """Weight decay of AdamW."""
     shift: Annotated[int | None, Range()] = None
-    """Shift training images at random, by at most this many pixels in each direction."""
+    """Largest random shift of training images in each direction, in pixels."""
     distortion: Annotated[float | None, Range()] = None
-    """Standard deviation, in pixels, of smooth random distortions of the training images."""
+    """Standard deviation of smooth random distortions of the training images, in pixels."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each gate passes on its first input; with normal, each is a random mixture."""
+    """Initial gates: with residual, each passes on its first input; with normal, each is a random mixture."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
     """Initial logit of the function that passes on the first input: see jaxbp.initial_logits."""
     parametrization: Parametrization | None = None

@@ -24,7 +24,7 @@ class MixerConfig(ImageConfig):
     channels: Annotated[int, Range(1)] = 128
     """Number of channels per patch."""
     blocks: Annotated[int, Range(1)] = 2
-    """Number of blocks. Each mixes the patches per channel and then the channels per patch."""
+    """Number of blocks. Each mixes the patches per channel, then the channels per patch."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,5 +1,3 @@
-"""Random changes of training batches on the device."""
-
 import functools
 
 import jax
@@ -22,11 +20,11 @@ def distort(
 ) -> Float[Array, "batch channels height width"]:
     """Distort each image by a smooth random field of displacements.
 
-    Displacements at knots x knots points have the standard deviation `pixels`, and are interpolated cubically. Each
-    pixel is read at its displaced position, with bilinear interpolation and zeros outside the image.
+    Displacements at knots x knots points have the standard deviation `pixels`, and are interpolated cubically. Images
+    are read with bilinear interpolation, and are zero outside.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
-    ICDAR 2003. The paper smooths noise instead of interpolating it.
+    ICDAR 2003. The paper smooths noise instead.
     """
     batch, _, *size = images.shape
     at_knots = pixels * jax.random.normal(key, (batch, 2, knots, knots))

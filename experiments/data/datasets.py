@@ -25,7 +25,7 @@ IMAGE_SHAPES: Mapping[DatasetName, tuple[int, int, int]] = {
 """Channels, height, and width."""
 CLASSES = 10
 MOST_ITEMS = 1_000_000
-"""The largest accepted number of images or labels in a file, so that it fits in memory."""
+"""The largest accepted number of images or labels in a file."""
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -82,9 +82,8 @@ def load(
     """Load a dataset.
 
     Args:
-      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. MNIST and Fashion-MNIST have
-        IDX files, plain or gzipped; missing files are downloaded. CIFAR-10 has binary files, which are never
-        downloaded.
+      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing files of MNIST and
+        Fashion-MNIST are downloaded: IDX files, plain or gzipped. CIFAR-10's binary files never are.
       mirrors: base addresses to download from, tried in this order.
       md5: the MD5 checksums of the files that may be downloaded, by name.
 
@@ -115,7 +114,7 @@ def default_data_dir(name: str) -> Path:
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
-    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
+    """Read bytes from an IDX file, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     try:

@@ -1,5 +1,3 @@
-"""Draw pictures of a hardened cellular automaton, in which every gate is a fixed logic function."""
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +29,7 @@ PALETTES = {
 """Bit i of a color's index is the value of channel i."""
 FRAMES = 8
 GIF_PIXELS = 384
-"""The longer side of a GIF has at most this number of pixels, or one pixel per cell for larger grids."""
+"""The largest length of a GIF's longer side, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -48,8 +46,7 @@ def write_pictures(
 ) -> list[Path]:
     """Write pictures of three runs of `ticks` ticks, and return the paths of the files.
 
-    The third run starts from the last state of the first run, with a square destroyed. `visible` leading channels are
-    shown.
+    The third run starts from the last state of the first run, with a square destroyed.
     """
 
     def run(state, number):

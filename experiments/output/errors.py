@@ -53,7 +53,7 @@ def run_command(
 def exit_code(command: Callable[[], int]) -> int:
     """Run the command and return its exit code. After an expected exception, print one line on stderr.
 
-    Characters that stdout cannot encode are printed as escapes.
+    Characters that stdout cannot encode are escaped.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

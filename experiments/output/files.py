@@ -1,5 +1,3 @@
-"""Write files atomically."""
-
 import errno
 import os
 import shutil
@@ -9,9 +7,9 @@ SUFFIX = ".jaxbp-tmp"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path`. A reader sees either the old file or the complete new file.
+    """Write `data` to `path`, whose readers see either the old file or the complete new file.
 
-    If the process is killed, a temporary file may remain (`is_leftover`). An OSError names `path`.
+    A killed process may leave a temporary file (`is_leftover`). An OSError names `path`.
     """
     temporary = temporary_name(path)
     try:
@@ -29,7 +27,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a regular file. Raise OSError for pipes and other special files, because reading them could block."""
+    """Read a regular file. Raise OSError for pipes and other special files, which could block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()

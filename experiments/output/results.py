@@ -6,8 +6,8 @@ date       ISO 8601, UTC
 commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
 device     JAX's name for the kind of device
 platform   "cpu", "gpu", ...
-versions   the versions of Python, jaxbp, and the packages that jaxbp uses
-note       further information for the reader; optional
+versions   of Python, jaxbp, and the packages that jaxbp uses
+note       further information; optional
 """
 
 import json

@@ -1,10 +1,7 @@
-"""Checkpoints of a run. A checkpoint is a folder:
+"""Checkpoints of a run. A checkpoint is a folder with `run.json` and `state/`.
 
-    run.json    the settings, the metrics of every completed epoch, and checksums of run.json, of the files in state/,
-                and of the model's variables that are not trained
-    state/      the parameters and the state of the optimizer, written by Orbax
-
-A folder gets its final name when all its files are on disk. A file whose checksum does not match is never used.
+run.json has the settings, the metrics, and checksums. state/ has the parameters and the state of the optimizer, written
+by Orbax. A folder gets its final name when all its files are on disk.
 """
 
 import collections
@@ -60,7 +57,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """Dict from the path of each array to its shape and dtype. The arrays are not read."""
+        """The shape and dtype of each array by its path. The arrays are not read."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -94,7 +91,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         remove(checkpoint.path)  # an existing folder of this epoch is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. When the run resumes, it removes the folder.
+        # After Ctrl-C, threads of Orbax may still write into the folder. A resumed run removes it.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -193,7 +190,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`: return a state with the structure of `like`, or raise BrokenRun as `check_like` does."""
+    """Invert `to_arrays`. The state has the structure of `like`. Raise BrokenRun as `check_like` does."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 

@@ -1,5 +1,3 @@
-"""Draw the picture of a run: its loss and error rate by epoch, and misclassified test images."""
-
 import io
 from collections.abc import Sequence
 
@@ -25,8 +23,7 @@ def draw(
 ) -> bytes:
     """Return a PNG with the loss and the error rate of each epoch, above misclassified test images.
 
-    `predictions` are the predicted classes of the test images. `names` are the names of the training curve and of the
-    test curve.
+    `predictions` are the predicted classes of the test images. `names` are the names of the two curves.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:

@@ -51,8 +51,8 @@ def shares(mesh: Mesh) -> NamedSharding:
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return `loss(params, inputs, targets)` as a function that divides the examples of a batch among the devices.
 
-    The parameters' gradients are summed over the devices in the parameters' dtype. XLA's own division would sum them in
-    the dtype of the computation.
+    Gradients are summed over the devices in the parameters' dtype. XLA's own division would sum in the dtype of the
+    computation.
     """
     batch = PartitionSpec(EXAMPLES)
     # `check_vma=True` requires that kernels declare the mesh axes along which their results vary. jaxbp's do not.

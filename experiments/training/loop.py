@@ -1,7 +1,4 @@
-"""The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices.
-
-The scan carries a `TrainState`, whose buffers each epoch overwrites (donation).
-"""
+"""The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices."""
 
 import dataclasses
 import functools
@@ -38,7 +35,6 @@ class TrainState(NamedTuple):
     params: PyTree
     opt_state: optax.OptState
     loss_scale: LossScale | None = None
-    """None if the loss is not scaled."""
 
 
 class Metrics(NamedTuple):
@@ -65,8 +61,7 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """The largest number of consecutive skipped steps. Far fewer steps reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run has diverged if its mean loss or a parameter exceeds these values. Losses before training are below 1e3. A
-network of gates can diverge without a large loss, because outputs of gates stay between 0 and 1."""
+"""A run with a larger mean loss or parameter has diverged. Losses before training are below 1e3."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between two runs with the same settings."""
 
@@ -84,7 +79,7 @@ class Training:
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
-    """`epoch -> state`: an initial state if the epoch begins a new attempt (`TrainingConfig.attempt`), else None."""
+    """`epoch -> state`: an initial state if the epoch begins a new attempt, else None."""
     compile_seconds: float
     epochs: int
     steps_per_epoch: int
@@ -160,7 +155,7 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and its loss as a pure function `(params, inputs, targets)`.
 
-    The given `loss` takes `(model, inputs, targets)`. The model's other variables keep their initial values.
+    `loss` takes `(model, inputs, targets)`. The model's other variables keep their initial values.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
@@ -179,7 +174,7 @@ def constants_checksum(model: nnx.Module) -> str | None:
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
     """Return AdamW. Its learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
 
-    `clip` limits each element of the gradients to ±clip.
+    Gradients are clipped to ±clip.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
@@ -201,11 +196,11 @@ def train_epoch(
 ) -> tuple[TrainState, Float[Array, " steps"], Float[Array, " steps"], Bool[Array, " steps"]]:
     """Train for one pass over `inputs (N, ...)` and `targets (N, ...)`, in an order that depends on `key` and `epoch`.
 
-    The last `N % batch_size` of the shuffled examples are left out. Epochs are counted from 1, and steps from 0.
+    The last `N % batch_size` shuffled examples are left out. Epochs are counted from 1.
 
     Returns:
-      The state, and for each step the mean loss, the accuracy, and whether the loss and the gradients were finite. With
-        a loss scale, a step with non-finite values keeps the parameters. Without a loss scale, the last result is True.
+      The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a
+        loss scale, a step with other values keeps the parameters. Without a loss scale, the last result is True.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
@@ -271,9 +266,9 @@ def run(
     state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, if a parameter exceeds
-        `MOST_PARAMETER`, or if a loss is not finite. With a loss scale, some training losses may be infinite or NaN,
-        but not all, and not in `MOST_SKIPPED` consecutive steps.
+      FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, a parameter exceeds
+        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, some training losses may be infinite or NaN, but
+        not all, and not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -288,7 +283,7 @@ def run(
         evaluation_seconds = time.perf_counter() - started
         if state.loss_scale is not None:
             state.loss_scale.check(MOST_SKIPPED)
-            # These are not exactly the losses of skipped steps: a step with a finite loss may have infinite gradients.
+            # A skipped step may have a finite loss, with infinite gradients.
             losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else losses
         _refuse_non_finite(epoch, losses, float(test_loss))
         _refuse_divergence(epoch, float(losses.mean(dtype=np.float64)), state.params)
@@ -326,7 +321,7 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
             f"the training loss became {losses[broken[0]]} at step {broken[0] + 1} of {losses.size} in epoch {epoch}, "
             f"so training stopped; {_after(epoch)}"
         )
-    # If the last update of an epoch makes parameters infinite, only the test loss of this epoch shows it.
+    # If the last update of an epoch makes parameters infinite, only the test loss shows it.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
             f"the test loss became {test_loss} after epoch {epoch}, so training stopped; {_after(epoch)}"

@@ -1,8 +1,7 @@
-"""Train one model in several processes. Each process uses the devices that it sees.
+"""Train one model in several processes, as docs/many_devices.md describes. Process 0 runs JAX's coordinator.
 
-Process 0 has the settings, writes the run directory, prints, and runs JAX's coordinator. Each other process connects to
-the port after the coordinator's. It sends its number, the number of processes, and a secret token in one line, and
-receives the settings.
+Each other process connects to the port after the coordinator's. It sends its number, the number of processes, and a
+secret token in one line, and receives the settings.
 """
 
 import argparse
@@ -76,8 +75,8 @@ class Place:
 def run(place: Place, command: Callable[[str], int], settings: str | None = None) -> NoReturn:
     """Connect to the other processes, run `command(settings)`, and end this process.
 
-    Process 0 sends its `settings`, one line of text. It exits with its command's exit code. If this code is 0, the
-    other processes also exit with 0. If a process disappears, the others exit with 1.
+    Process 0 sends its `settings`, one line of text. If its command returns 0, all processes exit with 0. If a process
+    disappears, the others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -132,7 +131,7 @@ class Joined:
         jax.distributed.initialize(
             *(address, place.processes, place.process),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=None if place.process else address,  # by default, all interfaces
+            coordinator_bind_address=None if place.process else address,  # all interfaces by default
         )
         return command()
 
@@ -244,10 +243,10 @@ def _connected(host, port):
 
 
 def _relay(place):
-    """Start a relay between JAX and the coordinator in process 0, and return the relay's local address.
+    """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    JAX aborts the process when its connection closes, often before `_watch` prints the reason. The relay keeps the
-    connection open.
+    When its connection closes, JAX aborts, often before `_watch` prints the reason. The relay keeps the connection
+    open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 

@@ -1,11 +1,4 @@
-"""The directory of a run, and how a run resumes after an interruption or damage.
-
-    .lock             locked while a process uses the directory
-    config.json       the settings
-    metrics.jsonl     one line per epoch
-    checkpoints/      the state after each of the last two epochs: see `experiments/training/checkpoints.py`
-    curves.png        drawn after the last epoch, or when the run is stopped; an experiment may write more files
-    files.sha256      the checksums of curves.png and of the experiment's files, written last
+"""The directory of a run, and how a run resumes after an interruption or damage. docs/runs.md lists the files.
 
 A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ from it.
 """
@@ -61,7 +54,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of a run, and its model with the parameters of the newest checkpoint.
 
-    Raise the errors of `saved_config`, and BrokenRun if the parameters do not fit the model that this version builds.
+    Raise the errors of `saved_config`, and BrokenRun if this version's model does not fit the parameters.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -145,10 +138,9 @@ class RunDirectory:
             return False
 
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
-        """Return the state to train from: the checkpoint's state if the run resumes, otherwise `initial`.
+        """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        A new run gets a directory and the checkpoint of epoch 0. Raise BrokenRun if the checkpoint's arrays do not fit
-        `initial`, or if `constants`, the checksum of the model's constants, differs.
+        Raise BrokenRun if the checkpoint does not fit `initial`, or `constants`, the checksum of the model's constants.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -205,8 +197,8 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that only ends earlier or later is not damaged: a process was killed before it wrote the rest, or
-            # the run resumed from an earlier checkpoint.
+            # A file that only ends earlier or later is not damaged. It has this form after a kill, or after damage to a
+            # later checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)

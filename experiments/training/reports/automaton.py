@@ -55,11 +55,11 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Run the hardened automaton from unseen start states. Return a dict of shares of these runs, and lines to print.
 
-    Each key says when the visible channels must equal the pattern in every cell:
+    The keys say when the visible channels must equal the pattern in every cell:
 
         right   at tick `steps`
         stands  at every tick from `steps + 1` to `4 * steps`
-        blinks  at every second tick from `steps + 2` to `4 * steps`, but not at all ticks of "stands"
+        blinks  only at every second tick from `steps + 2` to `4 * steps`
         heals   `steps` ticks after a square of the state at tick `steps` was destroyed
     """
     steps, options = config.steps, dict(fire_rate=config.fire_rate, seed=config.seed)

@@ -1,5 +1,3 @@
-"""The report on a trained convolutional logic network."""
-
 from experiments.configs import LogicConvConfig
 from experiments.data.datasets import CLASSES, IMAGE_SHAPES, Dataset
 from experiments.training.reports.logic import write_report
