@@ -1,6 +1,6 @@
 """Compile for GPUs that are not present: XLA's plugin for CUDA accepts a description of a GPU.
 
-One process compiles for one architecture only, because Mosaic GPU caches kernels without their architecture.
+Compile for one architecture per process, because Mosaic GPU caches kernels without their architecture.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# The fields that XLA needs. Sizes that `Device` lacks are Hopper's, which only XLA's cost model reads.
+# XLA's cost model reads sizes that `Device` lacks. They are Hopper's.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
@@ -50,8 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. Without it, Triton finds no tiles for some products, so cuBLAS computes them. To save
-# time, XLA's code is not optimized.
+# Autotuning would run programs. Without it, cuBLAS computes some products. XLA's code is not optimized, to save time.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -86,7 +85,7 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
     """Compile `function` of arrays like `structs` for a GPU. Return the number of kernels.
 
-    A program without a kernel is only lowered. If a compiler refuses, it raises an error, or LLVM ends the process.
+    A program without a kernel is only lowered. If a compiler refuses, it raises, or LLVM ends the process.
     """
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)

@@ -6,7 +6,7 @@ NUMBERS = {"and": 1, "a and not b": 2, "xor": 6, "or": 7, "one": 15}
 
 
 class Gates:
-    """Builder of a netlist. `gates("and", a, b)` adds a gate and returns its source."""
+    """`gates("and", a, b)` adds a gate to the netlist and returns its source."""
 
     def __init__(self, inputs):
         self.inputs, self.listed = inputs, []
@@ -46,8 +46,7 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return a checkerboard that heals from the left. Channel 1 is 1, so a cell that reads 0 there is beyond the
-    grid."""
+    """Return a checkerboard that heals from the left. Channel 1 is 0 only beyond the grid."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])

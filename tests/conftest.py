@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# JAX reads these variables when it starts. Python tracebacks of operations take a tenth of the time. With more threads,
-# a product in the simulator would wait forever for threads that wait for the product.
+# JAX reads these variables when it starts. Python tracebacks take a tenth of the time. With more threads, a product in
+# the simulator would wait forever for the threads that wait for it.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
@@ -22,7 +22,6 @@ if shutil.which("nvidia-smi") is None:
     )
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # without MLIR, it compiles twice as fast
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    # The processes of pytest-xdist share this cache.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache = tempfile.mkdtemp()
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -30,7 +29,7 @@ if shutil.which("nvidia-smi") is None:
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 else:
-    # Otherwise one of pytest-xdist's processes would take most of the GPU's memory.
+    # Otherwise one process would take most of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -41,7 +40,7 @@ from pallas_kernels.core.device import HOPPER, kernels_run, targeting
 
 HAS_GPU = kernels_run()
 
-# By default, the search for cycles takes 5 to 10% of the time. Tracing makes few cycles.
+# The search for cycles would take 5 to 10% of the time.
 gc.freeze()
 gc.set_threshold(100_000)
 
@@ -57,7 +56,7 @@ def _op(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Group the tests by op or family, because the tests of a group share compiled programs.
+    # Tests of an op or family share compiled programs.
     items.sort(key=_op)
     skip = pytest.mark.skip(reason="needs a GPU of compute capability 9.0 or higher")
     for item in items:
@@ -66,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 MEMORY = 2**30
-"""Bytes that a process may hold before it clears the caches of its tests. One test adds at most half as many."""
+"""Bytes that a process may hold before it clears the caches of its tests."""
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -79,7 +78,7 @@ def pytest_runtest_teardown(item, nextitem):
         jax.clear_caches()
         gc.collect()
         if on_linux:
-            # Otherwise the C library would keep most of the pages that the compiler used.
+            # Otherwise the C library would keep most of the compiler's pages.
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -98,7 +97,7 @@ class PrintFailures:
             self.terminal.write_line(report.longreprtext)
 
 
-# Another run has a GPU or a newer JAX. The tools of the last line take too long to install in CI.
+# Another run has a GPU or a newer JAX.
 MAY_SKIP = re.compile(
     "needs a GPU|tests the message without a GPU|needs (two|four|eight) devices"
     "|older (simulators|versions)|no kernel pays before JAX"
@@ -142,7 +141,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """Compute products of float32 exactly on every platform, so that one set of tolerances holds."""
+    """One set of tolerances then holds on every platform."""
     with jax.default_matmul_precision("highest"):
         yield
 

@@ -33,7 +33,7 @@ def state_of(layer):
 
 
 def _results(layer, call):
-    """Return a function `(states, x) -> (results, gradients)`, and the states of the layer.
+    """Return `(states, x) -> (results, gradients)` and the layer's states.
 
     The results include the variables afterwards. The gradients are with respect to the parameters and to a floating x.
     """
@@ -56,8 +56,7 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Assert that two layers have equal dtypes, and equal values, gradients, and later variables up to a relative
-    error."""
+    """Compare dtypes, values, gradients, and later variables, up to a relative error."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))

@@ -26,7 +26,7 @@ BLOCKS = {
 
 
 def shapes(block, N=LANES, window=(2, 2), spare=0):
-    """Return the shapes of x, w, and b. `spare` rows and columns of x are under no window."""
+    """`spare` rows and columns of x are under no window."""
     (K, P, Q, C, F), (R, S) = BLOCKS[block], window
     return (C, P * R + F - 1 + spare, Q * S + F - 1 + spare, N), (K, C, F, F), (K,)
 
@@ -36,7 +36,7 @@ def structs(block, dtype, N=4096, window=(2, 2)):
 
 
 def integers(*shapes, dtype):
-    """Draw small integers. Their sums of products are exact in every precision, and many maxima of windows tie."""
+    """Sums of products are exact in every precision, and many maxima of windows tie."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
 
@@ -47,7 +47,7 @@ def with_exact(forward, window=(2, 2), config=None):
 
 
 def simulate(kernel, *arrays):
-    """Simulate a GPU with two multiprocessors, so that a CTA computes several tiles."""
+    """With two multiprocessors, a CTA computes several tiles."""
     with on_the_cpu(), targeting(dataclasses.replace(HOPPER, multiprocessors=2)), simulated():
         return jax.block_until_ready(kernel(*arrays))
 

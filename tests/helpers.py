@@ -14,7 +14,6 @@ from pallas_kernels.core.launch import launch
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 ours = pytest.mark.parametrize("implementation", ["pallas", "xla"])
 formulas = pytest.mark.parametrize("implementation", ["xla", "autodiff", None])
-"""These implementations take options that kernels do not support."""
 
 ENTRIES = {entry.name: entry for entry in CATALOGUE}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
@@ -22,10 +21,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-1
 
 
 put = jax.device_put
-"""Makes an array of JAX from an array of NumPy. `jnp.asarray` would compile a program per shape."""
-
-
-# ----------------------------------------------------------------------------------------------- ops with bound options
+"""`jnp.asarray` would compile a program per shape."""
 
 
 def normal(*shapes, seed=0):
@@ -91,9 +87,9 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare an op with its twin in JAX or Flax, which computes in float64: the values and the gradients.
+    """Compare an op's values and gradients with its twin in JAX or Flax, which computes in float64.
 
-    With `implementations`, the op takes the argument `implementation=`. One program computes all of them.
+    With `implementations`, one program computes all of them.
     """
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
@@ -134,7 +130,7 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 def assert_second_derivatives_match_differences(functions, values):
     """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program.
 
-    `functions` and `values`, which are the functions' arguments, are dicts with the same names.
+    `values` are the functions' arguments, by the same names.
     """
     random, step = np.random.default_rng(0), 1e-5
 
@@ -158,17 +154,13 @@ def assert_second_derivatives_match_differences(functions, values):
 
 
 def on_the_cpu():
-    """Return a context for the CPU. On a CPU it is empty, because JAX would trace and lower again for an explicit
-    device."""
+    """On a CPU the context is empty, because JAX would lower again for an explicit device."""
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_device(jax.devices("cpu")[0])
 
 
 def in_float64(function, *arguments):
     with jax.enable_x64(True), on_the_cpu():
         return function(*jax.tree.map(lambda a: put(np.asarray(a, np.float64 if is_float(a) else a.dtype)), arguments))
-
-
-# ------------------------------------------------------------------------------------------------- entries of the table
 
 
 def case_of(name, place=None):
@@ -181,7 +173,7 @@ def op_of(name, place, implementation):
 
 @functools.cache
 def compiled(name, place, implementation):
-    """All tests share the compiled function, because an interpreted kernel compiles slowly."""
+    """An interpreted kernel compiles slowly."""
     return value_and_gradients(op_of(name, place, implementation))
 
 
@@ -194,7 +186,7 @@ def drawn(name, place=None, dtype="float32", batch=2, seed=0):
 
 
 def _draw(argument, random, batch, dtype):
-    """Draw an argument by NumPy. JAX would compile its generators for every shape."""
+    """JAX would compile its generators for every shape."""
     if isinstance(argument, FixedArgument):
         return argument.draw(None, batch, dtype)
     struct = argument.struct(batch, dtype)
@@ -216,9 +208,6 @@ def reference(name, place=None, dtype="float32", batch=2, seed=0):
     return in_float64(compiled(name, place, "autodiff"), *drawn(name, place, dtype, batch, seed))
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
-
-
 def relative_error(a, reference):
     a, reference = np.asarray(a, np.float64), np.asarray(reference, np.float64)
     error = np.linalg.norm(a - reference) / max(np.linalg.norm(reference), 1e-300)
@@ -226,8 +215,7 @@ def relative_error(a, reference):
 
 
 def assert_close(actual, reference, tolerance, label=""):
-    """Assert that arrays agree up to a relative error in norm. `tolerance` is a number, or the dtype of the
-    computation."""
+    """`tolerance` is a relative error in norm, or the dtype of the computation."""
     limit = TOLERANCE[jnp.dtype(tolerance).name] if isinstance(tolerance, str) else tolerance
     actual, reference = jax.tree.leaves(actual), jax.tree.leaves(reference)
     assert len(actual) == len(reference), label
@@ -236,24 +224,21 @@ def assert_close(actual, reference, tolerance, label=""):
         assert relative_error(a, r) < limit, label
 
 
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
 _last_first = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
 def last_program_first():
-    """Reverse the order in which Pallas' interpreter runs CTAs one by one."""
+    """Reverse the order in which Pallas' interpreter runs CTAs."""
     program_id = pl.program_id
-    # The context is part of jit's cache key, so functions that were traced outside are traced again.
+    # The context is part of jit's cache key, so traced functions are traced again.
     with _last_first(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "program_id", lambda axis: pl.num_programs(axis) - 1 - program_id(axis))
         yield
 
 
 def poison_memory():
-    """Fill the GPU memory that the next results will occupy with NaN, which shows elements that no kernel writes."""
+    """Fill the memory of the next results with NaN, which shows elements that no kernel writes."""
     # One gibibyte, because twelve processes share a GPU with 80 GB.
     jax.block_until_ready([jnp.full(1 << 26, jnp.nan) for _ in range(4)])
 
@@ -271,7 +256,7 @@ def kernel_results(function, *arrays):
 def skipped_outputs(module, *indices):
     """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros.
 
-    The simulator does not remove unused outputs. Kernels that cannot skip these entries run as usual.
+    The simulator does not remove unused outputs. Kernels that cannot skip run as usual.
     """
 
     def skipping(*arrays, out, skippable=(), **options):

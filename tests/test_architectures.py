@@ -39,9 +39,6 @@ WITHOUT_WGMMA = {
 }
 
 
-# ---------------------------------------------------------------------------- the programs, compiled in child processes
-
-
 def _wgmma():
     def body(a, b, y, a_shared, b_shared, arrived):
         plgpu.copy_gmem_to_smem(a, a_shared, arrived)
@@ -71,7 +68,7 @@ def _case(name, place, implementation, dtype="float32"):
 
 
 def _all_of(cases):
-    """Return one function for several cases. XLA takes longer for many programs than for one of the same size."""
+    """XLA takes longer for many programs than for one of the same size."""
     functions, arguments = zip(*itertools.starmap(_case, cases), strict=True)
     return lambda *of_each: [f(*a) for f, a in zip(functions, of_each, strict=True)], arguments
 
@@ -109,8 +106,7 @@ def _with_kernels(name, place, dtype, precision):
 def _programs(architecture):
     chosen = {}
     for name, entry in ENTRIES.items():
-        # A pair's forward and backward call every kernel. Entries that differ only in their formula call the same
-        # kernels. For Hopper, other tests run all places on a GPU.
+        # A pair's forward and backward call every kernel. For Hopper, other tests run all places on a GPU.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
@@ -119,10 +115,10 @@ def _programs(architecture):
     for name in chosen:
         if not re.search("_backward|_with_", name):
             cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
-            # On GPUs other than Hopper, None leaves some ops at real sizes to XLA, but explicit kernels must compile.
+            # None leaves some ops to XLA on other GPUs than Hopper, but explicit kernels must compile.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
-            # Only this op has a kernel for Hopper that takes half precisions and not float32.
+            # Only this op's kernel for Hopper takes half precisions and not float32.
             elif name == "conv2d_relu_max_pool2d":
                 cases.extend((place, "bfloat16", "default") for place in ENTRIES[name].real)
             for case in cases:
@@ -134,7 +130,7 @@ def _programs(architecture):
 
 
 def _compile_all(architecture):
-    """Print one line of JSON before each program and one after it, because a compiler may end the process."""
+    """Print JSON before and after each program, because a compiler may end the process."""
     for label, make in _programs(architecture):
         print(json.dumps({"program": label}), flush=True)
         try:
@@ -145,9 +141,6 @@ def _compile_all(architecture):
         except Exception as failed:
             outcome = {"failed": f"{type(failed).__name__}: {failed}"[:1000]}
         print(json.dumps({"program": label} | outcome), flush=True)
-
-
-# ----------------------------------------------------------------------------------------------------------- the tests
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")

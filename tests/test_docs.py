@@ -188,7 +188,7 @@ def figures(tables):
 
 @pytest.fixture
 def book(tables, figures, tmp_path, monkeypatch):
-    """Return `book(text, **reports)`, which writes documentation with one page and these results, and renders it."""
+    """Return `book(text, **reports)`, which renders a page with these results."""
     docs = tmp_path / "docs"
     monkeypatch.setattr(figures.measurements, "DOCS", docs)
     (docs / "results").mkdir(parents=True)
@@ -565,7 +565,7 @@ def test_accuracies_are_means_over_seeds(book):
 def test_older_studies_say_their_settings_in_several_fields(book):
     fields = dict(placed_gates=1000, simplified_gates=500, relaxed=0.75, hardened=0.5, epochs=9, seconds=3.0)
     rows = [{"size": "s", "settings": settings} | fields for settings in ({}, {"shift": 1})]
-    rows[0]["c_samples_per_second"] = 2e6  # only the first row has this field
+    rows[0]["c_samples_per_second"] = 2e6
     study = report(*rows) | {"dataset": "mnist", "processor": "A CPU", "compiler": "gcc 12, -O3"}
     page = book("seeds logic-conv-*", **{"logic-conv-mnist": study})
     _, first, second = cells(page)
@@ -635,8 +635,8 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     ]
     compiled = report(*programs) | {"devices": 8}
     _, line, _ = cells(book("communication compiled run", compiled=compiled, run=measured))
-    # On two devices, the sum takes 0.01 µs per byte and no time per hop, which is 200 µs. On eight devices, it takes
-    # 1.75 times as long. A step that takes 19 times as long as this sum has 3,325 examples per device.
+    # On two devices, the sum takes 0.01 µs per byte, which is 200 µs. On eight, it takes 1.75 times as long. A step
+    # that takes 19 times as long as this sum has 3,325 examples per device.
     assert line == ["a", "20,000", "1 all-reduce", "1, during 2 of 3 kernels", "350", "26,600"]
 
 

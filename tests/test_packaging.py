@@ -114,7 +114,6 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
-    """Build a wheel from the source distribution, as `.ci/run release` does."""
     folder = tmp_path_factory.mktemp("wheel")
     _build("wheel", source, folder)
     (wheel,) = folder.glob("*.whl")

@@ -1,5 +1,3 @@
-"""The README, and the documentation's tables of ops and of LeNet's memory."""
-
 import os
 import re
 import subprocess

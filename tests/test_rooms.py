@@ -23,7 +23,7 @@ def files(room):
 
 
 def imports(source):
-    """Yield every module that a file imports, and every name that it imports from a module, as `module.name`."""
+    """Yield every module and every `module.name` that a file imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -56,7 +56,7 @@ def circle(graph):
 
 
 def import_graph(sources):
-    """Return a dict from each module to the modules of `sources` that it imports, even within functions."""
+    """Map each module to the modules of `sources` that it imports, even within functions."""
     return {
         module: {
             target
@@ -137,7 +137,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def folder_graph(graph):
-    """Folders above or below a folder are left out."""
+    """Leave out folders above or below a folder."""
     of = lambda module: module.rpartition(".")[0]  # noqa: E731
     folders = {of(module): set() for module in graph if "." in module}
     for module, targets in graph.items():
@@ -195,10 +195,8 @@ def test_the_documentation_lists_the_files_that_a_gradient_passes(on_hopper, mon
     assert len(set(table)) == 6
 
 
-# ------------------------------------------------------------------------------------------------ tests mirror packages
-
 TESTED_ELSEWHERE = {
-    # Parts of a kernel, an op, a pair, or a check are tested through it.
+    # A part of a kernel, op, pair, or check is tested through it.
     *(
         "pallas_kernels/conv/max_pool2d",
         "pallas_kernels/conv/window_tiles_sm90",
@@ -223,7 +221,7 @@ TESTED_ELSEWHERE = {
         for name in ("causes", "derivatives", "differences", "interpreter", "judge", "measurement", "page")
     ),
     *(f"jaxbp/verify/{name}" for name in ("points", "programs", "progress", "report", "study", "tolerance")),
-    "jaxbp/catalogue/cases",  # tested through the entries
+    "jaxbp/catalogue/cases",
     "experiments/public_functions",
     *(f"experiments/fuzz/{name}" for name in ("cases", "program", "reproducer", "transformations", "work")),
     # CI lacks these libraries.

@@ -1,5 +1,4 @@
-"""Clients are programs of the kind that other people write. To move a client to jaxbp, replace the namespace of its
-layers and functions, and nothing else."""
+"""A client is a program of another project. To move to jaxbp, it replaces the namespace of layers and functions."""
 
 import functools
 
@@ -16,13 +15,13 @@ STEPS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 every_implementation = pytest.mark.parametrize("implementation", [None, "xla"])
-"""On a CPU, None may choose autodiff. `implementation="xla"` runs the hand-written backwards."""
+"""On a CPU, None may choose autodiff."""
 every_dtype = pytest.mark.parametrize("dtype, implementation", [("float32", "xla"), ("bfloat16", None)])
 needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices to shard over")
 
 
 class Namespace:
-    """Functions and classes with the options. The first module that has a name provides it."""
+    """The first module that has a name provides it."""
 
     def __init__(self, *modules, **options):
         self.modules, self.options = modules, options
@@ -35,7 +34,7 @@ class Namespace:
 
 
 def theirs(*modules):
-    """Return the namespace of Flax, JAX, and Optax. `modules` define the functions that a program writes itself."""
+    """Flax, JAX, and Optax. `modules` define what a program writes itself."""
     return Namespace(*modules, nnx, jax.nn, optax, jnp)
 
 

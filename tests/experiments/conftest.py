@@ -22,7 +22,7 @@ from jaxbp.nnx import Linear
 
 
 class Classifier(nnx.Module):
-    """Linear layer over a fixed random half of the pixels. One variable is trained, the other is not."""
+    """A linear layer over a fixed random half of the pixels."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.mask = nnx.Variable(rngs.params.bernoulli(shape=(784,)).astype(jnp.float32))
@@ -39,7 +39,7 @@ def toy_loss(model, images, labels):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToyConfig(TrainingConfig):
-    """Experiment that trains in milliseconds. Each class is a random image with noise."""
+    """Trains in milliseconds. Each class is a random image with noise."""
 
     name: ClassVar[str] = "toy"
 
@@ -69,8 +69,7 @@ def toy_config():
 
 @pytest.fixture
 def press_ctrl_c():
-    """Return a function that interrupts this process. Under `nohup` and in the background of a script, Python ignores
-    SIGINT, so this fixture sets the usual handler."""
+    """Under `nohup` and in the background of a script, Python ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
@@ -98,7 +97,7 @@ def prepared_once():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyAutomaton(CheckerboardConfig):
-    """Automaton that learns within seconds to be on everywhere."""
+    """Learns within seconds to be on everywhere."""
 
     name: ClassVar[str] = "ca-tiny"
     grid: ClassVar = (4, 3)
@@ -118,8 +117,6 @@ def tiny_automaton():
     # With the published recipe, no run ends early.
     return functools.partial(TinyAutomaton, recipe="published", implementation="xla", pass_through=1.0, hard_share=1.0)
 
-
-# ---------------------------------------------------------------------------------------------------------- comparison
 
 WRONG = jaxbp.Pair(jnp.tanh, {"xla": lambda dy, x: dy * (1.1 - jnp.tanh(x) ** 2)}, name="wrong")
 
@@ -185,7 +182,7 @@ def comparison(compare_toy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_run(tmp_path_factory):
-    """Return a function that runs an experiment with brief timing, and returns (exit code, output, folder)."""
+    """Return a function that runs an experiment and returns (exit code, output, folder)."""
 
     def run(experiment, *options):
         folder, output = tmp_path_factory.mktemp(experiment) / "run", []

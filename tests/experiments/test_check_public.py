@@ -1,4 +1,4 @@
-"""These tests take one seed. The module's command takes three seeds and added data."""
+"""The module's command takes three seeds and added data."""
 
 import dataclasses
 

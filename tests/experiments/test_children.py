@@ -22,7 +22,7 @@ def work(task):
 
 def test_what_dies_or_hangs_takes_its_own_task_alone():
     tasks = ["abort", "a", "hang", "b", "raise", "c"]
-    done = list(in_children(work, tasks, processes=2, limit=5))  # the others answer in milliseconds
+    done = list(in_children(work, tasks, processes=2, limit=5))
     assert [one.task for one in done] == tasks
     deaths = {one.task: one.death for one in done}
     assert deaths == dict.fromkeys("abc") | {"abort": "SIGABRT", "hang": "no answer in 5 s", "raise": "exit code 1"}
@@ -47,6 +47,6 @@ def test_processes_go_on_with_other_tasks_and_end_with_their_parent(monkeypatch)
 def test_a_process_that_does_not_start_is_an_error(monkeypatch):
     absent = types.ModuleType("absent")
     exec("def work(task): pass", vars(absent))
-    monkeypatch.setitem(sys.modules, "absent", absent)  # only in this process
+    monkeypatch.setitem(sys.modules, "absent", absent)
     with pytest.raises(RuntimeError, match="with exit code 1 before it was ready for its first task"):
         list(in_children(absent.work, [1], processes=1, limit=60))

@@ -16,7 +16,7 @@ def test_numbers_say_how_gradients_and_training_differ(comparison):
     assert set(relative) == {"value", "params.linear.bias", "params.linear.kernel"}
     assert relative["value"] < 1e-6 < 0.05 < relative["params.linear.kernel"] < 0.5
     autodiff, xla = report["curves"]["autodiff"], report["curves"]["xla"]
-    assert len(autodiff) == len(xla) == 8  # more than the six steps of one epoch
+    assert len(autodiff) == len(xla) == 8
     assert xla[0] == pytest.approx(autodiff[0], rel=1e-6) and xla[-1] != pytest.approx(autodiff[-1], rel=1e-4)
     assert report["precision"] == "highest"
     assert report["config"]["experiment"] == "toy" and report["command"].startswith("python -m experiments.compare toy")

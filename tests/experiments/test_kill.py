@@ -38,7 +38,7 @@ train.train(ToyConfig(run_dir=path, resume=has_begun, epochs=int(sys.argv[2])))
 def command(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # A killed process may leave half a compiled program, of which JAX would warn the other tests.
+    # JAX would warn other tests of half a compiled program.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))
     return lambda run_dir, pause=PAUSE: [sys.executable, "-c", SCRIPT, str(run_dir), str(EPOCHS), str(pause)]
 

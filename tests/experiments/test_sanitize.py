@@ -1,4 +1,4 @@
-"""A script replaces compute-sanitizer and prints its messages."""
+"""A script replaces compute-sanitizer."""
 
 import json
 import sys

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
-    # The tests' XLA flags suit programs that run briefly. With the tests' cache, JAX would warn of a program that
-    # another process is writing, or was killed while writing.
+    # The tests' XLA flags suit brief programs. With their cache, JAX would warn of another process's unfinished
+    # program.
     of_tests = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     environment["PYTHONPATH"] = str(ROOT)
@@ -149,7 +149,7 @@ def test_help_lists_the_experiments(capsys):
 
 
 def test_help_breaks_no_sentence():
-    # In the help of a setting, tyro breaks the line wherever the docstring does.
+    # Tyro breaks a help text wherever the docstring breaks.
     modules = [ast.parse(file.read_text()) for file in (ROOT / "experiments").rglob("*.py")]
     nodes = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
     configs = [node for node in nodes if node.name.endswith("Config")]
@@ -198,7 +198,7 @@ def test_the_result_is_a_file_with_what_was_measured_where(toy_config, tmp_path,
     monkeypatch.setattr(configs, "EXPERIMENTS", {"toy": toy_config})
     path, run_dir = tmp_path / "toy.json", tmp_path / "run"
     args = ["toy", "--epochs", "3", "--run-dir", str(run_dir), "--json", str(path)]
-    for options in ([], ["--resume"]):  # a finished run is not trained again
+    for options in ([], ["--resume"]):
         path.unlink(missing_ok=True)
         assert train.main([*args, *options]) == 0
         result = json.loads(path.read_text())

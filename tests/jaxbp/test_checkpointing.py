@@ -94,7 +94,7 @@ def test_a_schedule_visits_all_segments_with_what_is_kept_then():
             kept |= {slot: i for i, slot in stores.items()}
         assert max(kept) < slots
         repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
-        assert times.max() <= repeats  # the bound of the theorem
+        assert times.max() <= repeats
 
 
 def test_a_schedules_arrays_fit_together():
@@ -120,9 +120,6 @@ def test_refuses_unclear_lengths():
 def test_refuses_xs_without_rows():
     with pytest.raises(ValueError, match=r"checkpointed_scan: xs has an array of shape \(\); wants arrays whose first"):
         jaxbp.checkpointed_scan(lambda s, x: (s, x), 1.0, 3.0)
-
-
-# --------------------------------------------------------------------------------------------------- a list of layers
 
 
 def stack(layers, width):
@@ -152,7 +149,7 @@ def test_layers_have_their_values_and_gradients_under_every_policy(memory):
 def test_64_layers_need_the_memory_that_is_documented(memory, states):
     weights, x = stack(64, 8)
     compiled = jax.jit(jax.grad(loss_of), static_argnums=2).lower(weights, x, memory).compile()
-    # A gradient and the intermediate results of one layer take memory, too.
+    # A gradient and one layer's intermediate results take memory, too.
     assert states <= compiled.memory_analysis().temp_size_in_bytes / x.nbytes <= states + 2
 
 

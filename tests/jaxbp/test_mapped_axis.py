@@ -9,7 +9,7 @@ from jaxbp.mapped_axis import mapped_axis_first
 
 
 def saves_along_another_axis(x):
-    """Compute `sin`, with the mapped axis at another position than in the result of `jnp.sin`."""
+    """The mapped axis is at another position than in the result of `jnp.sin`."""
     y = jnp.moveaxis(jnp.sin(jnp.moveaxis(x, 0, 1)), 1, 0)
     return y, (x,)
 

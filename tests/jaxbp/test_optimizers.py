@@ -186,9 +186,6 @@ def test_the_learning_rate_may_be_traced():
             check(jax.block_until_ready(step(0.1)), wanted[0], 5e-7)
 
 
-# ----------------------------------------------------------------------------------------------------------- programs
-
-
 def trained(optimizer, params, grads):
     def step(carry, g):
         params, state = carry
@@ -249,7 +246,7 @@ def test_outside_of_jit_and_under_vmap():
 
 
 def test_the_gradient_through_a_step_is_optaxs():
-    # A large eps makes the step smooth. With a small eps, the gradient through the first step is nearly 0.
+    # With a small eps, the gradient through the first step is nearly 0.
     options, shapes = dict(eps=0.1, weight_decay=0.1), {"a": (5,), "b": (129,)}
     optax_optimizer, fused = optax.adamw(0.1, **options), fused_adamw(0.1, **options, implementation="pallas")
 
@@ -291,9 +288,6 @@ def test_on_a_mesh_it_is_optaxs_path(kind):
     np.testing.assert_allclose(new["b"], 0.9, rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"^fused_adamw: .* arrays on a mesh of several devices"):
         jax.jit(kernel.apply)(params, state, params)
-
-
-# --------------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_the_forward_is_the_function_itself(pair, implementation):
 
 @every_cube
 def test_gradients_of_order_1_2_and_3_are_right(pair, implementation):
-    # One program for all orders, so that the interpreted kernel is compiled once.
+    # One program for all orders compiles the interpreted kernel once.
     first = jax.grad(total(pair, implementation))
     second = jax.grad(lambda x: jnp.sum(first(x)))
     third = jax.grad(lambda x: jnp.sum(second(x)))
@@ -428,7 +428,7 @@ def scaled_by_option(x, *, f):
 
 @pytest.fixture
 def few_objects():
-    """Exclude the objects of earlier tests from garbage collection, so that the count of live objects is fast."""
+    """Exclude objects of earlier tests from garbage collection, which makes counting live objects fast."""
     gc.freeze()
 
 
@@ -446,7 +446,6 @@ def test_no_more_options_are_kept_than_said_and_none_after_the_pair(implementati
     for i in range(REMEMBERED + 20):
         f = functools.partial(jnp.multiply, float(i))
         references.append(weakref.ref(f))
-        # The functions are only traced, because compiling every program would take long.
         jax.eval_shape(functools.partial(pair.vjp, f=f, implementation=implementation), X, X)
         jax.eval_shape(jax.grad(total(functools.partial(pair, f=f), implementation)), X)
     del f
@@ -477,7 +476,7 @@ def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
 # -------------------------------------------------------------------------------------- the choice of an implementation
 
 POINTS = jnp.linspace(-1, 1, 5)
-# Each implementation calls another function, which identifies it in a program.
+# A function identifies each implementation in a program.
 MARKS = {"pallas": jnp.tan, "xla": jnp.sin, "autodiff": jnp.cos}
 MARK = {"tan": "pallas", "sine": "xla", "cosine": "autodiff"}
 

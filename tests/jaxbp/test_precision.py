@@ -17,9 +17,6 @@ def tiny_slope(x):
     return jnp.sum(x.astype(jnp.float16).astype(jnp.float32) * TINY)
 
 
-# ------------------------------------------------------------------------------------------------------------- policies
-
-
 @pytest.mark.parametrize(
     ("text", "dtypes"),
     [
@@ -49,9 +46,6 @@ def test_only_floating_arrays_are_cast():
     assert cast["key"] is tree["key"]
     back = Policy.parse("mixed_bfloat16").cast_to_param(cast)
     assert back["w"].dtype == jnp.float32 == Policy.parse("mixed_bfloat16").cast_to_output(cast)["w"].dtype
-
-
-# ------------------------------------------------------------------------------------------------- gradients and steps
 
 
 def test_a_gradient_of_2_to_the_minus_26_is_0_in_float16_and_right_with_scaling():
@@ -156,15 +150,12 @@ def test_it_runs_in_scans_under_vmap_and_with_donated_buffers():
     for i, alone in enumerate(one_by_one):
         chex.assert_trees_all_close(jax.tree.map(lambda a, i=i: a[i], together), alone, rtol=1e-3)
     finite = together[1][0]
-    # The initial scale of 2^17 overflows, and the scale falls until it does not.
+    # The initial scale of 2^17 overflows.
     assert not finite[:, 0].any() and finite[:, -1].all()
     donating = jax.jit(run, donate_argnums=(0, 1))
     chex.assert_trees_all_close(
         donating(LossScale.create(initial=2.0**17, interval=3), xs[0] + 0), one_by_one[0], rtol=1e-3
     )
-
-
-# --------------------------------------------------------------------------------------------------------------- Optax
 
 
 def test_in_a_chain_of_optax_it_is_the_plain_optimiser_and_skips_what_is_not_finite():
@@ -190,9 +181,6 @@ def test_in_a_chain_of_optax_it_is_the_plain_optimiser_and_skips_what_is_not_fin
             updates, plain_state = plain.update(jax.grad(loss)(wanted, c), plain_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
         chex.assert_trees_all_close(parameters, wanted, rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------ users' mistakes
 
 
 @pytest.mark.parametrize(

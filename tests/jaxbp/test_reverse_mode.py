@@ -97,12 +97,10 @@ def test_forward_mode_works_or_names_the_op_of_the_table(name):
     except TypeError as error:
         assert str(error).startswith(f"{name}: has no forward mode") and "autodiff" in str(error)
     else:
-        # Tests of second derivatives transpose the forward mode of backwards, and so cover it.
+        # Tests of second derivatives cover the forward mode of backwards.
         if "_backward" not in name:
             assert_close(product("xla")(*values), product("autodiff")(*values), 1e-4)
 
-
-# -------------------------------------------------------------------------------------------------- linear functions
 
 PAIRS_OF_LINEAR_OPS = {
     "sum": lambda x, name: jaxbp.sum(x, axis=1, implementation=name),
@@ -133,8 +131,6 @@ def test_a_linear_op_has_a_transpose_and_both_modes(op, implementation):
 def test_gradients_of_linear_ops_of_every_order_are_right():
     check_grads(lambda x: jnp.sin(jaxbp.sum(x, axis=0, implementation="xla")), (X,), order=3, modes=("fwd", "rev"))
 
-
-# -------------------------------------------------------------------------------------- functions linear in some arrays
 
 RANDOM = np.random.default_rng(1)
 MATRIX, WEIGHTS, IMAGES, FILTERS = (

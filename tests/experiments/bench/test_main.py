@@ -50,7 +50,7 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     assert code == 0 and report["rows"] == []
     assert not report["complete"] and report["missing"] == [f"{title}, xla", f"{title}, autodiff"]
 
-    moments = iter([0.0, 1.0, 1.0])  # the start, the case, and the first row; the second row is too late
+    moments = iter([0.0, 1.0, 1.0])  # the start, the case, the first row, the second row
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(moments, 9.0)))
     quickly("--time-limit", "5", "--json", str(path))
     report = json.loads(path.read_text())
@@ -94,9 +94,6 @@ def test_compilation_is_timed_where_it_is_asked_for(quickly):
     seconds = [[row["compile_seconds"] for row in quickly(*args)[1]["rows"]] for args in ((), ("--compile-seconds",))]
     assert seconds[0] == [None, None]
     assert all(s > 0 for s in seconds[1])
-
-
-# ---------------------------------------------------------------------------------------------------- the command line
 
 
 @pytest.mark.parametrize(

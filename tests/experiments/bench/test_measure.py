@@ -22,7 +22,7 @@ def test_time_includes_the_whole_program(monkeypatch):
     timed = measure.time_compiled(program, (), calls=1, seconds=0.02)
     assert timed["microseconds"] == pytest.approx(5000)
     assert timed["round_microseconds"] == pytest.approx([5000] * measure.ROUNDS)
-    assert timed["host_waited"] == 0  # the host took all of the time
+    assert timed["host_waited"] == 0
 
 
 def test_memory_is_that_of_one_call_and_not_of_the_chain(workload_at, monkeypatch):

@@ -53,7 +53,6 @@ def test_every_row_has_every_field(finished):
     for row in finished.report["rows"]:
         assert set(row) == FIELDS
         assert row["failed"] is None and row["peer"] is None
-        # On a CPU, only ratios of times are reported.
         none = {"failed", "peer", "error_reason", *ROOFLINE * (finished.report["platform"] == "cpu")}
         assert {name for name in FIELDS if row[name] is None} - {"error_reason"} == none - {"error_reason"}
         assert row["microseconds"] > 0 and row["compile_seconds"] > 0
@@ -86,9 +85,6 @@ def test_a_pallas_without_a_kernel_of_ours_is_no_row(workload_at, monkeypatch, c
     assert cases[0].row_names() == ["xla"]
     message = "transpose_backward images, batch 2, pallas: left out, because no jaxbp kernel runs\n"
     assert message in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------------------------------------------- peers
 
 
 def test_a_peer_has_rows_and_its_failure_does_not_end_the_run(quickly, monkeypatch, capsys):

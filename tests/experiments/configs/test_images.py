@@ -12,7 +12,7 @@ from experiments.data import augmentation, datasets
 @pytest.mark.parametrize(
     ("setting", "value", "wanted"),
     [
-        ("dataset", "cifar10", "digits"),  # these networks take one channel of 28 x 28 pixels
+        ("dataset", "cifar10", "digits"),
         ("implementation", "cuda", "pallas"),
         ("precision", "float16", "mixed_float16"),
         ("shift", 28, "a whole number from 0 to 27"),

@@ -40,7 +40,6 @@ def test_each_image_of_a_batch_is_moved_by_itself():
 
 
 def bilinear(image, row, column):
-    """Interpolate `image (height, width)`, with zeros beyond the edges."""
     top, left = int(np.floor(row)), int(np.floor(column))
     value = 0.0
     for r, c in itertools.product((top, top + 1), (left, left + 1)):
@@ -51,7 +50,6 @@ def bilinear(image, row, column):
 
 def test_a_distorted_image_is_read_between_its_pixels_where_the_field_says():
     images, key = np.random.default_rng(0).random((2, 3, 5, 4), np.float32), jax.random.key(3)
-    # With a single knot, the field is constant.
     distorted, moves = augmentation.distort(key, images, 1.5, knots=1), 1.5 * jax.random.normal(key, (2, 2, 1, 1))
     for (n, channel, row, column), value in np.ndenumerate(np.asarray(distorted)):
         down, right = np.asarray(moves[n]).ravel()
@@ -61,7 +59,7 @@ def test_a_distorted_image_is_read_between_its_pixels_where_the_field_says():
 def test_a_distortion_is_smooth_as_large_as_asked_for_and_none_of_0_pixels():
     ramps = jnp.broadcast_to(jnp.arange(28.0), (1000, 1, 28, 28))  # a pixel's value is its column
     by = augmentation.distort(jax.random.key(0), ramps, 0.7)[:, 0, 7:21, 7:21] - ramps[:, 0, 7:21, 7:21]
-    assert 0.7 * 0.6 < jnp.std(by) < 0.7  # smaller between the knots than at them
+    assert 0.7 * 0.6 < jnp.std(by) < 0.7
     assert jnp.std(jnp.diff(by, axis=-1)) < 0.25 * jnp.std(by)
     np.testing.assert_array_equal(augmentation.distort(jax.random.key(0), ramps, 0.0), ramps)
 
@@ -86,7 +84,7 @@ def test_every_experiment_on_images_can_distort_before_it_shifts(config):
 def test_every_experiment_on_images_can_shift_and_need_not(config):
     assert config(shift=0).augmentation() is None
     shifts_by_itself = config().augmentation() is not None
-    assert shifts_by_itself == (config.name == "logic-conv")  # it shifts images by default
+    assert shifts_by_itself == (config.name == "logic-conv")
     images = jnp.ones((1, 1, 28, 28))
     moved = config(shift=27).augmentation()(jax.random.key(0), images, 0)
     assert moved.shape == images.shape and 0 < moved.sum() < 28 * 28

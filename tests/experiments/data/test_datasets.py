@@ -166,7 +166,7 @@ def test_a_gzip_bomb_is_refused_before_it_goes_off(header, message, tmp_path):
 def test_a_large_plain_file_is_refused_by_its_header(tmp_path, contents):
     folder = write(tmp_path, contents)
     with (folder / TEST_IMAGES).open("r+b") as file:
-        file.truncate(2**26)  # takes no space on the disk
+        file.truncate(2**26)
     tracemalloc.start()
     with pytest.raises(ValueError, match=f"{TEST_IMAGES}: has more bytes after the header; wants 7840"):
         load("mnist", folder)
@@ -224,9 +224,6 @@ def test_without_files_and_network_the_error_says_what_is_wanted_where(tmp_path)
     assert all(name in str(error.value) for name in (str(tmp_path), *ALL_FILES))
 
 
-# ------------------------------------------------------------------------------------------------------------ CIFAR-10
-
-
 @pytest.fixture
 def batches():
     random = np.random.default_rng(0)
@@ -243,7 +240,6 @@ def test_cifar_10s_files_become_scaled_images_and_labels_in_their_order(tmp_path
     assert dataset.train_labels.tolist() == [0, 9, 3, 1, 9, 3, 2, 9, 3, 3, 9, 3, 4, 9, 3]
     assert dataset.test_labels.tolist() == [5, 9, 3]
     second = np.frombuffer(batches["data_batch_3.bin"], np.uint8).reshape(3, 3073)[1]
-    # One byte for the label, then the red, the green and the blue rows.
     assert round(float(dataset.train_images[7, 1, 2, 5]) * 255) == second[1 + 1024 + 2 * 32 + 5]
 
 

@@ -19,7 +19,7 @@ def test_drawings_fill_their_grid_and_no_cell_has_two_colours():
     assert letter.sum(axis=-1).max() == 1 and (letter.sum(axis=(0, 1)) > 15).all()
     for picture in (lizard, letter):
         rows, columns = np.nonzero(picture.any(axis=-1))
-        assert min(rows.min(), columns.min()) > 0  # the pattern has a border
+        assert min(rows.min(), columns.min()) > 0
 
 
 def test_the_game_of_life_is_that_of_whole_numbers():

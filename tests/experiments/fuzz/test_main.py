@@ -34,7 +34,7 @@ def test_shapes_options_dtypes_and_transformations_vary():
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 1.2e-38), ("float64", 1.5e-154)])
 def test_the_least_number_can_be_held_against_float64(dtype, least):
-    """In float64, the square of the least number is not subnormal. A subnormal number would become 0."""
+    """In float64, the least number's square is not subnormal. A subnormal number would become 0."""
     entry = ENTRIES["kl_divergence"]
     program = Program(entry, entry.small, dtype, "xla", "plain")
     with jax.enable_x64(dtype == "float64"):
@@ -71,7 +71,6 @@ def test_an_invalid_label_is_under_a_mask():
 
 @pytest.fixture(autouse=True)
 def settings():
-    """Restore JAX's settings, which the code that reproduces a failure changes."""
     before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
     yield
     for name, value in before.items():

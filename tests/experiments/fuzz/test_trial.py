@@ -57,7 +57,7 @@ def test_a_forgotten_term_is_found_also_where_the_gradient_is_0(columns):
 
 @pytest.mark.parametrize(("dy", "found"), [(2e3, True), (8e3, False)])
 def test_a_sum_may_overflow_where_autodiff_nearly_does(dy, found):
-    """The terms of 80 dy - 76 dy are in float16. Autodiff adds them in float32."""
+    """The terms are in float16. Autodiff adds them in float32."""
     forward = lambda x: ((wide := upcast(x)) * 80 - 76 * wide).astype(x.dtype)  # noqa: E731
     entry = of_one_argument(forward, lambda dy, x: 80 * dy - 76 * dy)
     message = judged(entry, [np.ones(3, np.float16)], np.full(3, dy, np.float16))

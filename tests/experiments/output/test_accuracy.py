@@ -49,7 +49,7 @@ SLIGHTLY_BEYOND = {
     ("group_norm_backward", "float16", "xla"): 1.15,
     ("linear_softmax_cross_entropy", "float32", "xla"): 1.2,
 }
-"""Known faults -> the largest permitted ratio of the error to the allowed error."""
+"""The largest permitted ratio of a known fault's error to the allowed error."""
 
 
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():

@@ -30,7 +30,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def test_what_a_kill_leaves_is_known_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "replace", lambda *_: None)  # as if the process had been killed before the rename
+    monkeypatch.setattr(os, "replace", lambda *_: None)
     monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
     write_atomically(tmp_path / "file", b"text")
     (leftover,) = tmp_path.iterdir()

@@ -39,7 +39,7 @@ def test_the_commit_has_a_plus_if_tracked_files_differ(checkout):
 
 
 def test_without_a_checkout_the_commit_is_that_of_the_environment(checkout, monkeypatch):
-    inside = checkout / "site-packages"  # an installation within another project's checkout
+    inside = checkout / "site-packages"
     inside.mkdir()
     monkeypatch.delenv(results.COMMIT_VARIABLE, raising=False)
     assert commit(inside) is None

@@ -1,5 +1,3 @@
-"""`test_damage.py` tests damaged checkpoints."""
-
 import dataclasses
 import errno
 import json
@@ -83,7 +81,7 @@ def test_a_write_that_fails_leaves_what_was_there(written, monkeypatch):
 
 
 def test_a_full_disk_is_an_error_of_the_system_and_threads_print_nothing(written, capfd):
-    # A limit of the size of files fails as a full disk does, within Orbax. Python ignores the signal.
+    # A file-size limit fails as a full disk does, within Orbax. Python ignores the signal.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     array = np.random.default_rng(0).random(10**6)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))

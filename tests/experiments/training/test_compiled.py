@@ -1,5 +1,3 @@
-"""The tests of circuits cover the results of `evaluate` and `run`."""
-
 import shutil
 
 import numpy as np

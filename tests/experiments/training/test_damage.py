@@ -16,12 +16,12 @@ from experiments.training import checkpoints, curves, run_directory
 from experiments.training.loop import TIMINGS
 
 POSITIONS = 2
-"""Positions at which a bit is flipped, evenly spread over a file."""
+"""Positions at which a bit is flipped."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """To save time, compile the toy model once, write equal arrays once, draw no curves, and wait for no disk."""
+    """Compile the toy model once, write equal arrays once, draw no curves, and wait for no disk."""
     save, written = checkpoints.save_state, []
 
     def saved(folder, arrays):
@@ -90,7 +90,7 @@ PLACES = {
     "finished": ("config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/3", "checkpoints/4"),
     "cut": ("config.json", "metrics.jsonl", "checkpoints/2", "checkpoints/3"),
 }
-"""Run -> the files, and the folders whose files, that are damaged."""
+"""Run -> the damaged files, and the folders of damaged files."""
 NEWEST = {"finished": "checkpoints/4", "cut": "checkpoints/3"}
 CASES = [(run, place) for run, places in PLACES.items() for place in places]
 
@@ -284,7 +284,7 @@ def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_pat
         )
         kept = r"the checkpoint of epoch (\d) is intact, and --resume continues from it\n"
         epoch = re.fullmatch(re.escape(full_disk) + kept, said)[1]
-        # An epoch counts as completed when the name of its checkpoint is on the disk.
+        # An epoch is complete when its checkpoint's name is on the disk.
         assert code == 1 and checkpoints.epochs(run_dir / "checkpoints")[0] - int(epoch) in (0, 1)
         assert resume(run_dir, capsys) == (0, "")
         assert outcome(run_dir) == outcome(runs["finished"])

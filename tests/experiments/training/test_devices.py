@@ -42,8 +42,7 @@ def assert_within_rounding(one, other, tolerance=1e-5):
 
 @pytest.fixture
 def sgd(monkeypatch):
-    """Return a function that replaces the optimizer by SGD. Adam takes a full step even if a gradient is only rounding
-    error."""
+    """Adam takes a full step even if a gradient is only rounding error."""
     return lambda config: monkeypatch.setattr(type(config), "optimizer", lambda config, steps: optax.sgd(0.1))
 
 
@@ -81,7 +80,7 @@ def test_a_step_that_is_not_finite_on_one_device_is_skipped_by_all(toy_config, s
     config = toy_config(precision="mixed_float16", epochs=2, batch_size=48)
     sgd(config)
     data = noise(train=96)
-    data.train_images[7] = np.nan  # one of the two steps contains this image
+    data.train_images[7] = np.nan
     one, eight = (run(dataclasses.replace(config, devices=n), data) for n in (1, 8))
     assert [metrics.skipped_steps for metrics in eight[0]] == [1, 1]
     assert eight[0][-1].loss_scale == 2.0**13

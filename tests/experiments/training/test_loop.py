@@ -76,7 +76,6 @@ def test_training_learns(toy_config):
 
 
 def count_visits(epoch, examples=23, batch_size=5, seed=0):
-    """The gradient of the loss counts how often each example is seen."""
     state = TrainState(jnp.zeros(examples), optax.sgd(batch_size).init(jnp.zeros(examples)))
     state, losses, *_ = training.train_epoch(
         state,
@@ -102,7 +101,6 @@ def test_epochs_leave_out_different_examples():
 
 
 def losses_of_augmented(epoch, augment, seed=0):
-    """The loss of a step is the mean of the augmented inputs."""
     _, losses, *_ = training.train_epoch(
         TrainState(jnp.zeros(()), optax.sgd(1.0).init(jnp.zeros(()))),
         jnp.zeros(23),
@@ -264,9 +262,6 @@ def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
     np.testing.assert_array_equal(np.any(np.asarray(grads["linear"]["kernel"][...]) != 0, axis=1), mask == 1)
 
 
-# --------------------------------------------------------------------------------------------------- with a loss scale
-
-
 def scaled_epoch(values, scale, steps=8):
     """Minimize `4 p` in float16 with Adam. The loss of each batch is multiplied by one of the values."""
 
@@ -281,7 +276,7 @@ def scaled_epoch(values, scale, steps=8):
 
 def test_a_step_that_overflows_changes_the_loss_scale_alone():
     state, _, _, finite = scaled_epoch([1.0], LossScale.create(initial=2.0**17))
-    # In float16, 4 times 2^14 overflows, and 4 times 2^13 does not.
+    # In float16, 4 times 2^14 overflows.
     assert finite.tolist() == [False] * 4 + [True] * 4
     assert state.loss_scale.value == 2.0**13 and state.opt_state[0].count == 4
     plain = scaled_epoch([1.0], None, steps=4)[0]

@@ -32,10 +32,10 @@ sys.exit(train.main(sys.argv[1:]))
 def port():
     """Yield a free port that is followed by another free port.
 
-    To keep other tests from the same ports, this fixture holds the port before them. Two coordinators on one port would
-    not notice each other.
+    The port before them is held, to keep other tests from both. Two coordinators on one port would not notice each
+    other.
     """
-    for port in itertools.count(20001, 3):  # below the ports that the system assigns to connections
+    for port in itertools.count(20001, 3):  # below the ports that the system assigns
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
             try:
                 held.bind(("127.0.0.1", port - 1))
@@ -51,7 +51,7 @@ def port():
 
 @pytest.fixture
 def start(monkeypatch, port):
-    """Return a function that starts two processes. Only the first process gets the settings."""
+    """Return a function that starts two processes."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -111,7 +111,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
     both = start("toy", "--devices", "2", "--epochs", "100000", "--run-dir", tmp_path / "run")
     while not (both[0].stdout.readline()).startswith("epoch 3/"):
         assert both[0].poll() is None, both[0].stderr.read()
-    with pytest.raises(OSError):  # JAX's coordinator would listen on all addresses of the machine
+    with pytest.raises(OSError):  # JAX's coordinator would listen on all addresses
         socket.create_connection(("127.0.0.2", port), timeout=10)
     both[killed].send_signal(number)
     assert both[1 - killed].wait(timeout=30) == 1
@@ -122,7 +122,7 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
 
 @pytest.fixture
 def waiting(port, monkeypatch):
-    """Return a function that connects and sends bytes, and the result of process 0's wait for process 1."""
+    """Return a function that connects and sends bytes, and the result of process 0's wait."""
     monkeypatch.setenv(TOKEN, "the token")
     monkeypatch.setattr(processes, "INTRODUCTION_SECONDS", 1)
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as links:

@@ -50,7 +50,7 @@ WRITES = {"checkpoint": (checkpoints, "write"), "file": (run_directory, "write_a
 
 
 def interrupted_run(config, monkeypatch, write="checkpoint", number=3):
-    """Train a run that dies at one of its writes of this kind, counted from 0."""
+    """Train a run that dies at a write of this kind, counted from 0."""
     module, name = WRITES[write]
     original, done = getattr(module, name), []
 
@@ -92,7 +92,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# The files are written in this order: the settings, the metrics after each epoch, the curves, and the checksums.
+# Files are written in this order: the settings, the metrics after each epoch, the curves, the checksums.
 INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 

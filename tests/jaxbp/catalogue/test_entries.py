@@ -39,14 +39,13 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# Entries that differ from another entry only in their formula share its tests. test_formulas.py tests their formulas.
+# test_formulas.py tests entries that differ from another entry only in their formula.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
 
 PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
-"""The ops with a hand-written backward. They call all kernels, so they suffice for tests that are slow in the
-interpreter."""
+"""The ops with a hand-written backward. They call all kernels, and suffice for slow tests."""
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
@@ -54,8 +53,7 @@ every_pair_of_ours = pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, of) for name in PAIRS for of in ("pallas", "xla") if of == "xla" or "conv2d" not in name],
 )
-"""Pairs for the rules of a transformation, which are the same for every kernel. In the interpreter, convolutions are
-slow."""
+"""Pairs for rules of a transformation that are the same for every kernel. Interpreted convolutions are slow."""
 every_place = pytest.mark.parametrize(("name", "place"), PLACES)
 
 
@@ -89,8 +87,7 @@ def _gradient_of_sines(name, implementation, arrays):
 
 @functools.cache
 def _hessian_products(name, implementation):
-    """Return a function that multiplies a direction by the Hessian of the sum of the sines of the results, by reverse
-    over reverse and by forward over reverse."""
+    """Multiply by the Hessian of the results' summed sines, by two modes."""
 
     @jax.jit
     def run(arrays, direction):
@@ -161,15 +158,14 @@ def _half_precisions():
 def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
     y, gradients = compiled(name, None, implementation)(*drawn(name, dtype=dtype))
     assert all(a.dtype == dtype for a in (*y, *gradients))
-    # Rounding subnormal numbers, such as an automaton's first gradients in float16, exceeds the dtype's tolerance.
+    # Rounding subnormal numbers exceeds the dtype's tolerance.
     for actual, wanted in zip(*map(jax.tree.leaves, ((y, gradients), reference(name, dtype=dtype))), strict=True):
         rounded = np.asarray(wanted).astype(jnp.dtype(dtype))
         assert_close(actual, wanted, TOLERANCE[dtype] + relative_error(rounded, wanted))
 
 
 def _for_the_interpreter():
-    """Yield each pair at its smallest real place, as a formula, and as kernels where a CPU interprets the kernels
-    quickly."""
+    """Yield each pair at its smallest real place, also as kernels where a CPU interprets them quickly."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
         if name != "automaton_step":  # 19 layers of one formula, which test_automaton_rollout.py has in float64
@@ -236,13 +232,12 @@ def _check_at_place(name, place, implementation, dtype, batch):
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
-        # The inputs of a hidden layer's ReLU are rounded. A few in a thousand change their sign, and gradients jump
-        # there in every implementation. In one draw, the error of a bias of ten numbers may differ twofold by chance.
+        # A few in a thousand of a hidden layer's rounded ReLU inputs change their sign, and gradients jump there in
+        # every implementation. The error of a bias of ten numbers may differ twofold by chance.
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
-        # Among millions of windows, a few have nearly equal values, of which float64 selects another maximum. The
-        # reference gradient therefore uses the indices that are found here.
+        # Float64 may select another maximum of nearly equal values, so the reference uses the indices found here.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
         _, places = jaxbp.logic_conv2d_or_pool2d_with_indices(
             logits, wires, x, **options, implementation=implementation
@@ -267,7 +262,7 @@ def _places_and_dtypes():
 
 def _cuda_program(name, place, dtype, batch):
     op, arrays = op_of(name, place, "pallas"), case_of(name, place).structs(batch=batch, dtype=jnp.dtype(dtype))
-    if "_backward" in name:  # the op calls a kernel, but its derivative does not
+    if "_backward" in name:
         return cuda_program(op, *arrays)
     return cuda_program(value_and_gradients(op), arrays, results_of(op, arrays))
 
@@ -280,8 +275,7 @@ def test_kernels_lower_for_cuda_without_a_gpu_and_promote_no_dtype(name, place, 
 
 
 def _left_to_xla(name, place, dtype):
-    """For pools with adjacent windows, no kernel is faster than XLA. Some products have kernels only on the tensor
-    cores, which exact products do not use."""
+    """Adjacent windows gain nothing from kernels. Some products have only tensor-core kernels."""
     if name.startswith("mlp_"):
         return True
     if name.startswith(("max_pool2d", "logic_or_pool2d")):
@@ -353,7 +347,7 @@ def test_without_jit_the_gradients_are_the_same(name, implementation):
 
 @every_pair_of_ours
 def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, implementation):
-    # One test covers all three, because each separate test would compile the kernels again.
+    # Separate tests would compile the kernels again.
     run = compiled(name, None, implementation)
     remade = value_and_gradients(jax.checkpoint(op_of(name, None, implementation)))
     each = [[drawn(name, seed=2 * i + j) for j in range(2)] for i in range(2)]
@@ -366,7 +360,7 @@ def test_checkpoint_within_vmap_within_scan_gives_the_gradients_of_each(name, im
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices to shard over")
 @every_pair_of_ours
 def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, implementation):
-    # Arguments without a batch axis are the same on every device, so their gradients are summed over the devices.
+    # Arguments without a batch axis have gradients summed over the devices.
     place = _smallest_place(name)
     op, (arrays, cotangents) = op_of(name, place, implementation), drawn(name, place, batch=4)
     of_shards = lambda has_batch: P("shard") if has_batch else P()  # noqa: E731
@@ -375,7 +369,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     of_results = [of_shards(c.shape != d.shape) for c, d in zip(cotangents, halves, strict=True)]
 
     def loss(arrays, cotangents):
-        # The loss is linear, so it is the sum over devices even if a result is itself a sum over the batch.
+        # The loss is linear, so it is the sum over devices even if a result is a sum over the batch.
         y = floats(op(*arrays))
         return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
 
@@ -384,7 +378,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
         mesh=Mesh(jax.devices()[:2], ("shard",)),
         in_specs=(of_arrays, of_results),
         out_specs=P(),
-        # Pallas' interpreter does not support the types by which shard_map tracks values that vary between devices.
+        # Pallas' interpreter does not support shard_map's types of varying values.
         check_vma=implementation != "pallas" or jax.default_backend() == "gpu",
     )
     function = of_floats(lambda *arrays: sharded_loss(arrays, cotangents), arrays)

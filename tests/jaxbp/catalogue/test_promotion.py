@@ -20,7 +20,7 @@ import jaxbp
 from jaxbp.common.checks import KERNEL_DTYPES
 
 BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
-"""Ops that broadcast as `jax.numpy` does, which the table calls with arrays of different ranks."""
+"""The table calls them with arrays of different ranks."""
 
 
 def trace(name, implementation, dtype):
@@ -47,19 +47,17 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
         getattr(jaxbp, name)(jnp.ones((2, 3)), jnp.ones(3), implementation="xla")
 
 
-# --------------------------------------------------------------------------------------------------------- two dtypes
-
 HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
 LOGIC = ("gate_layer", "logic_conv2d", "automaton")
-"""Ops whose results have the dtype of x or of the state, even if the logits have another dtype."""
+"""Their results have the dtype of x or of the state."""
 CONVERTED = ("sigmoid_binary_cross_entropy",)
-"""Ops that convert labels to the dtype of the logits, as Optax does."""
+"""They convert labels to the dtype of the logits, as Optax does."""
 WITHOUT_ARGUMENT = ("conv2d_backward_input", "conv2d_backward_weights")
-"""Backwards that do not take the array whose gradient they return."""
+"""They do not take the array whose gradient they return."""
 
 
 def mixed(tree, *dtypes):
-    """Return the pytree with these dtypes for its floating arrays. The last dtype is repeated."""
+    """The last dtype is repeated."""
     arrays = floats(tree)
     dtypes = (*dtypes, *dtypes[-1:] * len(arrays))
     return with_floats(tree, [_of_dtype(a, dtype) for a, dtype in zip(arrays, dtypes, strict=False)])
@@ -74,8 +72,8 @@ def dtypes_of(tree):
 
 
 def assert_dtypes(name, results, arrays):
-    """Assert that functions promote, and that a backward's results have the dtypes of the arguments after dy. The
-    gradient of an omitted bias has the dtype of the argument before it."""
+    """Functions promote. A backward's results have the dtypes of the arguments after dy. The gradient of an omitted
+    bias has the dtype of the argument before it."""
     if "_backward" not in name or name in WITHOUT_ARGUMENT:
         assert set(dtypes_of(results)) == {FULL}
     else:

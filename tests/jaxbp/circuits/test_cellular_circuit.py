@@ -29,9 +29,6 @@ def reference(circuit, state, periodic):
     return circuit(np.concatenate(places, axis=-1).reshape(-1, 9 * channels)).reshape(state.shape)
 
 
-# --------------------------------------------------------------------------------------------------------------- states
-
-
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 130])
 def test_a_packed_state_has_64_cells_of_a_row_in_a_word_and_is_unpacked_again(width):
     state = random_state(2, 3, width, 4)
@@ -84,7 +81,7 @@ def test_the_gates_are_the_simplified_circuits():
 
 
 def test_gates_that_no_visible_channel_depends_on_may_be_left_out():
-    # Channel 0 copies channel 1 of the western neighbor, and channel 1 copies channel 2. Channels 3 and 4 are unused.
+    # Channel 0 copies channel 1 of the western neighbor, which copies channel 2. Channels 3 and 4 are unused.
     gates = Gates(45)
     outputs = [16, 22, gates("xor", 22, 2), gates("xor", gates("and", 23, 0), 24), 23]
     automaton = CellularCircuit(gates.netlist(*outputs), 5, True)
@@ -115,8 +112,6 @@ def test_ones_behind_the_last_column_do_not_come_in():
     assert west.step(full)[..., :69, :].all() and not west.step(full)[..., 69, :].any()
 
 
-# --------------------------------------------------------------------------------------------------------- asynchronous
-
 INVERT = CellularCircuit(Netlist.from_gates(9, [12], [4], [4], [9]), 1)
 
 
@@ -133,9 +128,6 @@ def test_cells_fire_with_the_probability_asked_for_and_again_with_the_same_seed(
     assert np.array_equal(INVERT.run(state, 2, fire_rate=0.6, seed=3), states[2])
     assert not np.array_equal(INVERT.run(state, 2, fire_rate=0.6, seed=4), states[2])
     assert np.array_equal(INVERT.run(state, 7, fire_rate=0.0, seed=0), state)
-
-
-# ------------------------------------------------------------------------------------------------------------------- C
 
 
 @needs_cc
@@ -179,11 +171,7 @@ def test_two_automata_stand_beside_each_other_in_one_file(tmp_path):
     subprocess.run(["cc", *flags, tmp_path / "both.c"], check=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- Verilog
-
-
 def in_icarus(automaton, state, ticks, folder):
-    """The grid is loaded, held for one clock, and ticked."""
     height, width, _ = state.shape
     loaded = "".join("01"[int(bit)] for bit in state.ravel()[::-1])
     bench = f"""
@@ -221,8 +209,6 @@ def test_verilog_declares_no_keyword():
     assert {"automaton", "automaton_cell", "rows", "interior", "held"} <= set(declared)
     assert not VERILOG_WORDS & set(declared)
 
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 STATE = random_state(1, 4, 4, 1)
 REFUSED = {

@@ -128,7 +128,7 @@ def classified(function, x):
 def test_compiled_c_classifies_by_the_first_of_the_largest_groups(tmp_path, expected, written):
     library = load(written.to_c("net", classes=5), shutil.which("cc"), tmp_path)
     wanted = expected.reshape(len(BITS), 5, 4).sum(axis=-1).argmax(axis=-1)
-    assert len(set(wanted.tolist())) > 2  # ties included
+    assert len(set(wanted.tolist())) > 2
     on = 2 * BITS.astype(np.uint8)  # any nonzero number is true
     assert [library.net_classify(bits.tobytes()) for bits in on] == wanted.tolist()
     assert classified(library.net_classify_words, jaxbp.pack_bits(BITS))[: len(BITS)].tolist() == wanted.tolist()
@@ -143,9 +143,6 @@ def test_compiled_c_classifies_blocks_of_words(tmp_path, classes, group):
     x = random.integers(0, 2**32, (40, 19), np.uint32)
     sums = jaxbp.unpack_bits(circuit.evaluate(x), 19 * 32).reshape(-1, classes, group).sum(axis=-1)
     assert np.array_equal(classified(library.net_classify_words, x), sums.argmax(axis=-1))
-
-
-# -------------------------------------------------------------------------------------------------------------- Verilog
 
 
 def test_simulated_verilog_gives_the_same_bits(expected):
@@ -164,8 +161,6 @@ def test_the_simulation_sees_a_wrong_gate_and_a_bit_that_nothing_drives(expected
 def test_verilog_in_icarus_gives_the_same_bits(tmp_path, expected):
     assert np.array_equal(in_icarus(CIRCUIT.to_verilog(), BITS[:9], CIRCUIT.outputs, tmp_path), expected[:9])
 
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 REFUSED = {
     "no layers": (lambda: Circuit.of([]), "Circuit: there are no layers; wants at least one layer"),

@@ -20,7 +20,7 @@ needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C comp
 random = np.random.default_rng(0)
 
 
-SPARSE = [1, 2, 4, 6, 8]  # kinds of AND, and XOR; with these gates, most pools are not 1
+SPARSE = [1, 2, 4, 6, 8]  # with these gates, most pools are not 1
 
 
 def convolution(channels, kernels, window, depth=2, gates=SPARSE, **options):
@@ -139,8 +139,8 @@ def test_one_netlist_has_all_places(name):
 
 def test_gates_are_counted_once_a_kernel_and_once_a_place():
     assert FIRST.gates == 5 * 7 + 4 * 3 + 50
-    # In the first layer, 6 x 6 of the 7 x 6 positions are in 3 x 3 pools. In the second layer, 2 x 2 of the 2 x 3
-    # positions are in 2 x 1 pools.
+    # Pools of 3 x 3 have 6 x 6 of the first layer's 7 x 6 positions. Pools of 2 x 1 have 2 x 2 of the second layer's 2
+    # x 3.
     assert FIRST.placed_gates == 5 * (36 * 7 + 9 * 3) + 4 * (4 * 3 + 2 * 1) + 50
     (first, second), layers = PARTS["padding and pools that leave a row over"][1:]
     counted = [np.bincount(np.ravel(part[0]), minlength=16).tolist() for part in (first, second, *layers)]
@@ -150,9 +150,6 @@ def test_gates_are_counted_once_a_kernel_and_once_a_place():
 def test_kernels_that_cannot_be_simplified_are_all_placed():
     circuit = ConvolutionalCircuit.of((1, 4, 4), [convolution(1, 1, 2, gates=[6], pool=3)])
     assert len(circuit.netlist()) == circuit.placed_gates == 9 * 3 + 8
-
-
-# ------------------------------------------------------------------------------------------------------------------- C
 
 
 @needs_cc
@@ -176,9 +173,6 @@ def test_compiled_c_classifies_and_may_stand_beside_another(tmp_path):
     library.net_classify_words.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     assert library.net_classify_words(3, words.ctypes.data, classes.ctypes.data) == 0
     assert classes[:75].tolist() == wanted.tolist()
-
-
-# -------------------------------------------------------------------------------------------------------------- Verilog
 
 
 @needs_icarus
@@ -217,7 +211,7 @@ def test_a_pipeline_takes_a_sample_at_each_edge_and_gives_it_as_many_edges_later
     lines = run_in_icarus(FIRST.to_verilog(pipelined=True) + bench, tmp_path)
     found = np.array([[bit == "1" for bit in line[::-1]] for line in lines[latency - 1 :]])
     assert np.array_equal(found, FIRST(bits))
-    assert "x" in lines[latency - 2]  # one clock edge earlier, there is no result yet
+    assert "x" in lines[latency - 2]
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -228,8 +222,6 @@ def test_verilog_declares_no_keyword(pipelined):
     assert {"net", "net_convolution1", "channel", "window", "pools", "y1"} <= declared
     assert not VERILOG_WORDS & declared
 
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 GATES, TREES, _ = convolution(2, 3, 2, gates=[6])
 REFUSED = {

@@ -68,12 +68,8 @@ def test_gates_of_a_group_have_one_function_and_do_not_read_each_other():
         assert max(NETLIST.a[begin:end].max(), NETLIST.b[begin:end].max()) < NETLIST.inputs + begin
 
 
-# ------------------------------------------------------------------------------------------------------- simplification
-
-
 def assert_simplified(netlist, before):
-    """Assert that every gate is needed and occurs once, and that only outputs are constants, pass-throughs, or
-    inverters."""
+    """Every gate is needed and occurs once. Only outputs are constants, pass-throughs, or inverters."""
     read = {*netlist.a.tolist(), *netlist.b.tolist()}
     outputs = set(netlist.results.tolist())
     assert {netlist.inputs + g for g in range(len(netlist))} <= read | outputs
@@ -91,7 +87,7 @@ def assert_simplified(netlist, before):
 
 
 def every_three_gates(inputs, first, second):
-    """Return a netlist whose outputs are h(f(first), g(second)) for every f, g, and h."""
+    """The outputs are h(f(first), g(second)) for every f, g, and h."""
     f, g, h = (a.ravel() for a in np.indices((16, 16, 16)))
     one = np.arange(16)
     return Netlist.from_gates(
@@ -167,14 +163,11 @@ def test_an_inverter_remains_where_an_output_needs_it():
 
 
 def test_equal_truth_tables_are_one_gate_where_there_are_few_inputs(monkeypatch):
-    # (a and b) and c has other gates than a and (b and c), but is the same function.
+    # (a and b) and c has other gates than a and (b and c).
     netlist = Netlist.from_gates(3, [1, 1, 1, 1], [0, 3, 1, 0], [1, 2, 2, 5], [4, 6])
     assert len(netlist.simplify()) == 2
     monkeypatch.setattr(netlist_module, "TABULATED_LEAVES", 0)
     assert len(netlist.simplify()) == 4
-
-
-# -------------------------------------------------------------------------------------------------------------- outputs
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
@@ -235,8 +228,6 @@ def test_simulated_verilog_gives_the_same_bits(netlist):
 def test_verilog_in_icarus_gives_the_same_bits(tmp_path, netlist):
     assert np.array_equal(in_icarus(netlist.to_verilog(), BITS, netlist.outputs, tmp_path), netlist(BITS))
 
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 REFUSED = {
     "no inputs": (

@@ -63,9 +63,6 @@ def test_the_backward_of_the_coefficients_is_that_of_native_autodiff(parametriza
     np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
 
 
-# ----------------------------------------------------------------------------------------- hardening and initialization
-
-
 @every_parametrization
 def test_hard_logits_are_hardened_to_their_gates_and_are_exact_on_bits(parametrization):
     gates = jnp.arange(16, dtype=jnp.uint8)
@@ -112,9 +109,6 @@ def test_normal_logits_differ_by_key(parametrization):
 def test_group_sum_adds_up_neighbours():
     x = jnp.arange(12.0).reshape(2, 6)
     assert jaxbp.group_sum(x, 3, tau=2.0).tolist() == [[0.5, 2.5, 4.5], [6.5, 8.5, 10.5]]
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def zeros(*shape):

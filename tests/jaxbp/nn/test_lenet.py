@@ -53,7 +53,7 @@ PARAMETERS = {
     "fc3.weight": (10, 84),
     "fc3.bias": (10,),
 }
-# The order within a stage is free, because a layer's gradients need only the gradient of its output.
+# The order within a stage is free.
 CHAIN = (
     {"logits"},
     {"fc3.weight", "fc3.bias", "fc3.input"},
@@ -105,9 +105,6 @@ def struct(a):
     return tuple(a.shape), jnp.dtype(a.dtype).name
 
 
-# --------------------------------------------------------------------------------------------------------------- model
-
-
 def test_it_has_44426_parameters():
     parameters = by_name(lenet()[2])
     assert {name: a.shape for name, a in parameters.items()} == PARAMETERS
@@ -150,14 +147,11 @@ def test_in_bfloat16_logits_are_bfloat16_and_parameters_and_gradients_stay_float
     assert {a.dtype.name for a in (*by_name(parameters).values(), *by_name(gradients).values())} == {"float32"}
 
 
-# -------------------------------------------------------------------------------------------------------- agreement
-
-
 CASES = {
     f"{name}-fused" if fused else name: (name, fused)
     for name in jaxbp.IMPLEMENTATIONS
     for fused in (False, True)
-    # All of LeNet's kernels in one interpreted program would take 0.8 GiB to compile.
+    # LeNet's kernels in one interpreted program would take 0.8 GiB to compile.
     if name != "pallas" or jax.default_backend() == "gpu"
 }
 
@@ -204,9 +198,6 @@ def test_loss_and_all_gradients_agree_with_float64(two_steps):
 def test_a_step_of_gradient_descent_lowers_the_loss(two_steps):
     first_loss, _, second_loss = two_steps
     assert second_loss < first_loss
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def rows(kind, batch=32, fused=False):
@@ -338,11 +329,8 @@ def test_a_batch_without_images_is_refused(batch):
         lenet_memory_table(batch)
 
 
-# ---------------------------------------------------------------------------------------------------------------- chain
-
-
 BATCH = 128
-"""A multiple of the threads of a warpgroup, so that the kernels' results have no padding."""
+"""A multiple of a warpgroup's threads, so that results have no padding."""
 
 # Backward -> the names in the table of the gradients that it computes.
 RESULTS = {
@@ -357,9 +345,9 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, number of values in the result) for each step of a backward.
+    """Yield (scope, number of values in the result) for each kernel of a backward.
 
-    A step is a kernel, or the reshape in which XLA's backward of a pool with adjacent windows ends.
+    A pool with adjacent windows ends in XLA's backward with a reshape, which is also a step.
     """
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)

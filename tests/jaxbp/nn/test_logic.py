@@ -140,7 +140,7 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
     memory = [program.memory_analysis() for program in (one, eight)]
     assert memory[0].argument_size_in_bytes - memory[1].argument_size_in_bytes == of_logits * 7 // 8
     gathered = set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text()))
-    if implementation == "xla":  # a device computes its gates; the outputs of layers are gathered, no parameters
+    if implementation == "xla":  # outputs of layers are gathered, but no parameters
         assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
         of_outputs = 256 * 32 * 4  # bytes of one layer
         assert memory[1].temp_size_in_bytes < min(3 * of_outputs, memory[0].temp_size_in_bytes)

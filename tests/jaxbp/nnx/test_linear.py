@@ -62,9 +62,6 @@ def test_no_transpose_is_left_in_the_program():
     assert " transpose(" not in lowered.compile().as_text()
 
 
-# ------------------------------------------------------------------------------------------------------ the embedding
-
-
 def test_attend_multiplies_by_the_embeddings():
     assert_layers_agree("Embed", 7, 6, x=ROWS, call=lambda layer, x: layer.attend(x))
 
@@ -85,8 +82,6 @@ def test_indices_are_integers():
 def test_an_embedding_in_half_precision_has_the_dtype_of_flax():
     assert_layers_agree("Embed", param_dtype=jnp.bfloat16, tolerance=2e-2)
 
-
-# ------------------------------------------------------------------------------------- linear, softmax, cross-entropy
 
 LABELS = jnp.array([[0, 3, 1], [2, 2, 0]])
 KEPT = jnp.array([[True, True, False], [True, False, True]])

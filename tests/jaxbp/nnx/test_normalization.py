@@ -50,7 +50,7 @@ def test_a_mapped_axis_extends_the_statistics(x):
 
 def test_running_averages_keep_their_digits_in_half_precision():
     layer = make(jaxbp.nnx, "BatchNorm", dtype=jnp.bfloat16, use_running_average=True)
-    layer.mean[...] = jnp.full(6, 1 + 2**-9)  # bfloat16 would round it to 1
+    layer.mean[...] = jnp.full(6, 1 + 2**-9)
     y = layer(jnp.ones((2, 6)))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(y, np.float32), -(2**-9), rtol=0.01)

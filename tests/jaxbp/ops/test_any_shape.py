@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxbp import conv2d, linear, max_pool2d
 
-# An interpreted kernel takes one second to compile per shape.
+# An interpreted kernel takes a second to compile per shape.
 few = hypothesis.settings(
     max_examples=5, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate]
 )

@@ -1,6 +1,6 @@
 """The formulas of ops that share kernels and pairing with another entry of the table.
 
-Each family is compiled as one program. One program per formula would take ten times as long.
+One program per formula, not per family, would take ten times as long.
 """
 
 import functools
@@ -53,9 +53,6 @@ def test_what_an_entry_is_like_is_itself_tested_in_full():
     assert {entry.like for entry in LIKE} <= full
 
 
-# ------------------------------------------------------------------------------------------------------- whole families
-
-
 def drawn_family(family, dtype="float32"):
     return {name: drawn(name, dtype=dtype) for name in FAMILIES[family]}
 
@@ -71,7 +68,7 @@ def public_backward(name, implementation, arrays, dy):
 def compiled_family(family, implementation, public=False):
     """Return a jitted function whose result maps names to (results, gradients).
 
-    With `public`, the gradients of the public backward and of the pair for the same cotangents follow.
+    With `public`, the gradients of the public backward and of the pair follow.
     """
 
     def one(name, arrays, cotangents):
@@ -131,7 +128,7 @@ def test_public_backwards_by_autodiff_are_the_pairs_gradients(family):
         _check(name, result, result, "float64")
 
 
-# Kernels that take a formula as an argument treat half precisions alike. The ops that are tested in full cover them.
+# Kernels that take a formula as an argument treat half precisions alike.
 @pytest.mark.parametrize(
     ("family", "implementation", "dtype"),
     [(family, "xla", ("float16", "bfloat16")[i % 2]) for i, family in enumerate(FAMILIES)]
@@ -158,9 +155,6 @@ def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(f
         arrays = {name: arrays for name, (arrays, _) in drawn_family(family, "float64").items()}
     functions = {name: of_floats(op_of(name, None, "xla"), a) for name, a in arrays.items()}
     assert_second_derivatives_match_differences(functions, {name: floats(a) for name, a in arrays.items()})
-
-
-# -------------------------------------------------------------------------------------------------------- at real sizes
 
 
 LEFT_TO_XLA = {"transpose"}
@@ -212,9 +206,6 @@ def test_an_empty_batch_is_mapped_and_differentiated(name):
     values = [jax.ShapeDtypeStruct((2, *a.shape), a.dtype) for a in floats(arrays)]
     gradients = jax.eval_shape(lambda *values: jax.vjp(mapped, *values)[1](mapped(*values)), *values)
     assert [gradient.shape for gradient in gradients] == [a.shape for a in values]
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 @every_name
@@ -272,8 +263,6 @@ def test_every_function_has_annotations_and_a_formula():
         assert all(p.annotation is not inspect.Parameter.empty for p in parameters), entry.name
         assert "`" in entry.function.__doc__, entry.name
 
-
-# ---------------------------------------------------------------------------------------------------- singular points
 
 INF, NAN = math.inf, math.nan
 HUGE = [-200.0, 200.0, -6e19, 6e19, -INF, INF]
@@ -353,7 +342,7 @@ SINGULAR = {
         math.log(2),
         [[0, -0.5, 0.5], [0, math.log(2), math.log(2)]],
     ),
-    # In float32, the squares of these numbers overflow.
+    # The squares of these numbers overflow.
     "layer_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4, [0.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4, [1] * 4]),
     "rms_norm": ({}, [[1e20, -1e20, 2e20, 0.0], [1.0] * 4], [NAN] * 4, [[NAN] * 4, [NAN] * 4]),
 }
@@ -381,7 +370,7 @@ def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
 
 
-# Second derivatives where a derivative jumps or is infinite. They are taken on the first derivative's side, never NaN.
+# Second derivatives where a derivative jumps or is infinite: taken on the first derivative's side, never NaN.
 SECOND = {
     # op -> (options, argument, other arguments, second derivative with respect to the argument)
     "binary_cross_entropy": ({}, [0.0, 1.0, 0.5], [[0.0, 1.0, 0.0]], [1, 1, 4]),
@@ -417,7 +406,7 @@ def test_the_second_derivatives_of_power_in_both_arguments_are_no_nan_at_0_to_th
 
 
 def test_a_power_in_kernels_keeps_its_digits_at_large_exponents():
-    # exp(x2 ln x1) would multiply the rounding error of the logarithm by x2, which gives 1e-5 at an exponent of 100.
+    # exp(x2 ln x1) would multiply the logarithm's rounding error by x2, which gives 1e-5 at x2 = 100.
     base, exponent = jnp.linspace(0.5, 2, 64), jnp.linspace(50, 100, 64)
     (dx1, dx2) = jaxbp.power_backward(jnp.ones(64), base, exponent, implementation="pallas")
     wide = np.asarray(base, np.float64), np.asarray(exponent, np.float64)

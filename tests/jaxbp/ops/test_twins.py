@@ -1,4 +1,4 @@
-"""Each family of cases is compiled as one program. One program per case would take several times as long."""
+"""One program per case, not per family, would take several times as long to compile."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class Case:
 
     Attributes:
       arrays: the arguments, whose first axis is the batch.
-      masked: which of the arrays the last array, a mask, selects from.
+      masked: the arrays that the last array, a mask, selects from.
       unsupported: why the kernel does not take the call, or None.
     """
 
@@ -56,12 +56,12 @@ class Case:
 
 
 def drawn_mask(*shape):
-    """Draw a mask that includes something along every axis."""
+    """The mask includes something along every axis."""
     return jnp.asarray(np.random.default_rng(7).random(shape) < 0.7).at[..., 0].set(True)
 
 
 X, Y = normal((EXAMPLES, 3, 4), (EXAMPLES, 3, 4), seed=3)
-# No two numbers are so close that a finite difference swaps them, and none is at a kink.
+# A finite difference swaps no two numbers, and none is at a kink.
 X = (jnp.argsort(X.ravel()).reshape(X.shape).astype(jnp.float32) - 47.5) / 24
 WEIGHTS, CLASSES = jax.nn.softmax(Y), jnp.argmax(Y, axis=-1)
 ROWS, MASK = drawn_mask(3, EXAMPLES).T, drawn_mask(EXAMPLES, 3, 4) | (Y.max(-1, keepdims=True) == Y)
@@ -349,7 +349,7 @@ def test_kernels_refuse_by_name_what_they_do_not_take(name):
 
 
 SLOPES = ("leaky_relu", "elu")
-"""Ops in which a number, even as an array, does not change the dtype."""
+"""In them, a number, even as an array, does not change the dtype."""
 FLOAT_LABELS = Case(jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, WEIGHTS))
 
 
@@ -387,7 +387,7 @@ def test_excluded_entries_are_never_read(family, implementation):
 
 
 def _spoiled(case, arrays, cotangents):
-    """Return the arrays with NaN, or labels that are no class, where the mask excludes an entry."""
+    """Put NaN, or labels that are no class, where the mask excludes an entry."""
     arrays = list(arrays)
     for i in case.masked:
         excluded = jnp.asarray(np.nan if is_float(arrays[i]) else -100, arrays[i].dtype)
@@ -403,7 +403,7 @@ NOTHING |= {"softmax": 0, "log_softmax": -np.inf}
 @pytest.mark.parametrize("name", NOTHING)
 def test_if_everything_is_excluded_the_gradient_is_0(name, implementation):
     if (name, implementation) == ("var", "pallas"):
-        return  # the kernel does not take `where`
+        return
     x, where = jnp.array([[1.0, jnp.nan, 2.0], [3.0, 4.0, 5.0]]), jnp.array([[False], [True]])
     y, vjp = jax.vjp(lambda x: getattr(jaxbp, name)(x, -1, where=where, implementation=implementation), x)
     np.testing.assert_array_equal(y[0], jnp.broadcast_to(NOTHING[name], y[0].shape))
@@ -471,7 +471,7 @@ def test_half_precisions_stay_and_match_float32(family, implementation):
 @pytest.mark.skipif(jax.device_count() < EXAMPLES, reason="needs eight devices")
 @pytest.mark.parametrize(
     ("family", "implementation", "axes"),
-    # On explicit axes, an op computes as on automatic axes. XLA partitions formulas.
+    # An op computes on explicit axes as on automatic axes.
     [(family, implementation, AxisType.Explicit) for family in FAMILIES for implementation in ("pallas", "xla")]
     + [("reductions", "pallas", AxisType.Auto)],
 )
@@ -530,9 +530,6 @@ def test_batch_norm_over_devices_has_the_statistics_of_all_examples(fast):
     assert_close(both(sharded, *arrays), both(whole, *arrays), 1e-4 if fast else "float32")
 
 
-# ------------------------------------------------------------------------------------------------ the table of the book
-
-
 PAGE = Path(__file__).parents[3] / "docs" / "twins.md"
 
 
@@ -568,7 +565,7 @@ def test_the_book_lists_every_difference_between_the_arguments(op):
     if not is_layer:
         assert listed == different | (our_defaults.keys() ^ defaults.keys())
         return
-    # A layer also has arguments for its parameters, and an op has arguments for the arrays of a layer.
+    # A layer also has arguments for its parameters, and an op for the arrays of a layer.
     assert listed >= different - {"scale", "bias"}
     assert listed <= our_defaults.keys() | defaults.keys()
     assert our_defaults.keys() - defaults.keys() - {"x", "scale", "bias"} <= listed

@@ -16,9 +16,6 @@ SMALL = X[:2, :3]
 quickly = functools.partial(check, order=1)
 
 
-# --------------------------------------------------------------------------------------------------- kinks in bfloat16
-
-
 def scaled_in_bfloat16(forward, factor):
     def backward(dy, x):
         dx = jax.vjp(forward, x)[1](dy)[0]
@@ -49,9 +46,6 @@ def test_near_a_kink_rounding_still_decides_in_bfloat16():
     assert result.raise_if_failed()
 
 
-# --------------------------------------------------------------------------------------------------- unsupported dtypes
-
-
 @pytest.mark.parametrize("name", ["inv", "eigh", "cholesky"])
 def test_a_dtype_that_jax_does_not_support_is_not_tried(name):
     a = SMALL[:, :2] @ SMALL[:, :2].T + 2 * np.eye(2, dtype=np.float32)
@@ -62,7 +56,7 @@ def test_a_dtype_that_jax_does_not_support_is_not_tried(name):
 
 
 def test_an_error_of_a_librarys_rule_in_a_dtype_of_the_check_is_not_a_failure():
-    """A function that fails in bfloat16, such as `optax.losses.multiclass_sparsemax_loss`."""
+    """Such as `optax.losses.multiclass_sparsemax_loss` in bfloat16."""
 
     @jax.custom_jvp
     def sine(x):
@@ -83,9 +77,6 @@ def test_a_function_with_other_implementations_has_its_default_one():
     q = SMALL.reshape(1, 2, 1, 3)
     result = quickly(jax.nn.dot_product_attention, q, 2 * q, q[::, ::-1].copy(), added=()).raise_if_failed()
     assert {row.implementation for row in result.rows} == {None}
-
-
-# ------------------------------------------------------------------------------------------- values that are not finite
 
 
 def logsumexp_backward(at_infinity):
@@ -111,9 +102,6 @@ def test_one_sided_differences_decide_where_autodiff_is_not_finite():
     assert {row.verdict for row in quickly(right, x, implementations=["xla"], added=()).rows} == {"ok"}
     failures = quickly(wrong, x, implementations=["xla"], added=()).failures
     assert failures and failures[0].numeric != failures[0].analytic
-
-
-# ------------------------------------------------------------------------------------- functions that cannot be checked
 
 
 def test_what_jax_cannot_differentiate_twice_is_inconclusive():
@@ -183,9 +171,6 @@ def test_a_rule_that_raises_is_a_failure():
     sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy[0],))
     failures = quickly(sine, SMALL, added=()).failures
     assert failures and failures[0].order == 1
-
-
-# --------------------------------------------------------------------------------------------------------- the report
 
 
 def test_a_row_shows_the_inputs_at_the_worst_element():

@@ -92,9 +92,6 @@ def test_a_callback_in_float32_cannot_be_lifted():
         lifted(function)(X)
 
 
-# --------------------------------------------------------------------------------------------------- lifting in a check
-
-
 def silu(x):
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 

@@ -5,7 +5,7 @@ The tests check a few combinations. This command checks all of them, and the who
     python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
     python tests/jaxbp/verify/test_no_false_alarm.py functions
 
-It prints every false alarm, progress to stderr, and finally one line of JSON. It exits with 1 after a false alarm.
+It prints every false alarm, and exits with 1 after one.
 """
 
 import argparse
@@ -189,9 +189,6 @@ def test_the_program_counts_checks_and_alarms(monkeypatch, capsys):
     assert {line.split(",")[0] for line in lines if line} == {"wrong", "functions hung: no answer in 1 s"}
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = {"catalogue": [entry.name for entry in CATALOGUE], "functions": list(FUNCTIONS)}
@@ -218,7 +215,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def work(task: tuple[str, str, str]) -> Iterator[list[str]]:
-    """The programs of a function share a cache, because most differ only in their data."""
+    """Most programs of a function differ only in their data, so they share a cache."""
     part, name, folder = task
     jax.config.update("jax_compilation_cache_dir", os.path.join(folder, str(os.getpid())))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

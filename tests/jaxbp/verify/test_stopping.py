@@ -56,9 +56,6 @@ def test_a_custom_rule_that_forgets_it_fails():
     assert not check(product, X, order=1, added=())
 
 
-# ---------------------------------------------------------------------------------------------------------- gradient_of
-
-
 def straight_through(factor):
     @jax.custom_vjp
     def function(x):

@@ -13,7 +13,7 @@ def test_a_call_takes_the_median_of_the_rounds(monkeypatch):
 
     def program(x):
         calls.append(x)
-        now[0] += 0.01 if len(calls) > 7 else 0.001  # slow only in the last round
+        now[0] += 0.01 if len(calls) > 7 else 0.001
         return x
 
     seconds, waited, rounds = device_seconds(program, (jnp.ones(1),), seconds=0.0, rounds=3)
@@ -27,7 +27,7 @@ def test_a_program_settles_before_the_first_round(monkeypatch):
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     def program(x):
-        now[0] += 0.01 if now[0] > 0.1 else 0.001  # the GPU's clock drops after 0.1 s
+        now[0] += 0.01 if now[0] > 0.1 else 0.001
         return x
 
     assert device_seconds(program, (jnp.ones(1),), seconds=0.01)[0] == pytest.approx(0.001)
@@ -38,8 +38,8 @@ def test_a_program_settles_before_the_first_round(monkeypatch):
 @pytest.mark.parametrize(
     ("blocks", "most", "ran"),
     [
-        ([0.3, 0.5, 0.4, 0.402, 0.4], 3.0, 4),  # steady at the end
-        ([0.3, 0.3, 0.4], 3.0, 2),  # steady from the start
+        ([0.3, 0.5, 0.4, 0.402, 0.4], 3.0, 4),
+        ([0.3, 0.3, 0.4], 3.0, 2),
         ([0.3, 0.4, 0.3, 0.4, 0.3], 1.2, 3),  # never steady: up to the limit
         ([], 0.2, 0),
     ],

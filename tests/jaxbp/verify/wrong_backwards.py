@@ -1,8 +1,6 @@
-"""Wrong backwards from other projects and common texts, each rewritten as a small pair.
+"""Wrong backwards from other projects and common texts, each rewritten as a small pair. This command writes the page:
 
-This command writes docs/wrong_backwards.md:
-
-    PYTHONPATH=. python tests/jaxbp/verify/wrong_backwards.py > docs/wrong_backwards.md
+PYTHONPATH=. python tests/jaxbp/verify/wrong_backwards.py > docs/wrong_backwards.md
 """
 
 import dataclasses
@@ -74,7 +72,7 @@ def normalized(x):
 
 
 def layer_norm_backward(mean, dy, x, scale, bias):
-    """Return the gradients of `layer_norm`, which are correct if `mean` is the mean over the features."""
+    """The gradients are correct if `mean` is the mean over the features."""
     xhat, inv_std = normalized(x)
     t = dy * scale
     return inv_std * (t - mean(t) - xhat * mean(t * xhat)), (dy * xhat).sum(axis=0), dy.sum(axis=0)
@@ -159,8 +157,7 @@ def group_norm_of_last_axis(dy, x):
 
 
 def attention(scores, v):
-    """Compute causal linear attention on two devices. For equal work, the first device has the first and the last row
-    of y."""
+    """Compute causal linear attention on two devices. The first has the first and the last row of y."""
     y = jnp.tril(scores) @ v
     return jnp.concatenate([y[:1], y[3:], y[1:3]])
 
@@ -330,7 +327,6 @@ def causal_attention(q, k, v):
 
 
 def dilated(x, w):
-    """Compute `y_l = w_0 x_{l-2} + w_1 x_l + w_2 x_{l+2}`, with zeros beyond the ends."""
     wide = jnp.pad(x, 2)
     return sum(w[i] * wide[2 * i : 2 * i + x.size] for i in range(3))
 

@@ -12,7 +12,7 @@ from pallas_kernels.core.layouts import LANES
 
 
 def integers(*shape):
-    """Draw small integers, whose sums are exact in float32 in any order."""
+    """Sums of small integers are exact in float32 in any order."""
     return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
 
 
@@ -20,7 +20,7 @@ def lax_correlate(x, w, stride):
     return jax.lax.conv_general_dilated(x, w, stride, "VALID", dimension_numbers=("CHWN", "OIHW", "CHWN"))
 
 
-# (filters, channels, filter size, input size, stride): long, tall and large filters, and prime numbers of channels.
+# (filters, channels, filter size, input size, stride)
 SIZES = [
     (2, 1, (13, 13), (13, 14), (1, 1)),
     (1, 2, (1, 200), (2, 201), (1, 1)),

@@ -38,7 +38,7 @@ def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channel
 @pytest.mark.parametrize(
     ("window", "windows", "filters", "beyond"),
     [
-        ((1, 2), (2, 7), (3, 3), (0, 0)),  # the parts of a row repeat
+        ((1, 2), (2, 7), (3, 3), (0, 0)),
         ((3, 2), (2, 2), (2, 5), (1, 4)),  # filters are lower than windows, and no window reaches some cells
         ((2, 3), (1, 5), (4, 1), (0, 1)),
         ((2, 2), (3, 1), (1, 1), (2, 0)),

@@ -113,9 +113,6 @@ def test_they_lower_for_cuda_without_transposes(dtype):
     assert program.count("@mosaic_gpu_v2") == 2 and "transpose" not in program
 
 
-# ------------------------------------------------------------------------------------------------- what kernels support
-
-
 def structs(batch, width, channels, taps=4, dtype="bfloat16"):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((batch, width, channels), (taps, channels), (channels,))]
 

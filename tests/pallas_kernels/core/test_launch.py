@@ -22,9 +22,6 @@ SECOND = pl.ds(LANES, LANES)
 pytestmark = pytest.mark.usefixtures("in_an_interpreter")
 
 
-# ----------------------------------------------------------------------------------------------------- the interpreter
-
-
 SCRIPT = """
 import jax, jax.numpy as jnp, jaxbp
 x = jnp.ones((2, 3))
@@ -44,9 +41,6 @@ def test_the_interpreter_warns_once_per_process_and_only_when_it_runs():
     before, after = process.stdout.split("before\n")
     assert "no GPU found" not in before
     assert after.count("jaxbp: no GPU found, so Pallas kernels run in an interpreter: correct, but slow.") == 1
-
-
-# -------------------------------------------------------------------------------------------------------- the primitive
 
 
 def counted(traced):
@@ -114,7 +108,7 @@ def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
 
 
 def doubled_and_half(x):
-    """Compute x / 2 and 2 x, of which 2 x may reuse x's memory."""
+    """Compute x / 2 and 2 x. 2 x may reuse x's memory."""
 
     def body(x_ref, half_ref, double_ref, *, i):
         value = x_ref[i]
@@ -131,7 +125,6 @@ def test_a_result_may_take_the_place_of_an_array():
     in_place = jax.__version_info__ >= (0, 11)  # older versions allocate new memory
     assert cuda_program(doubled_and_half, x).count("#stablehlo.output_operand_alias") == in_place
     assert "output_operand_alias" not in cuda_program(jax.vmap(doubled_and_half), x[None])
-    # See the test of slices below, which needs a GPU.
     assert cuda_program(doubled_and_half, x).count("optimization_barrier") == 2 * in_place
 
 
@@ -191,9 +184,6 @@ def test_shared_memory_wants_a_gpu_or_the_simulator():
         launch(body, rows(), out=out, grid={"i": 2}, name="planted", scratch=scratch)
 
 
-# ---------------------------------------------------------------------------------------------------- the order of CTAs
-
-
 def all_write_the_same_place(x_ref, y_ref, *, i):
     y_ref[0, FIRST] = x_ref[i, FIRST]
     y_ref[1, FIRST] = x_ref[1, FIRST]
@@ -221,9 +211,6 @@ def test_running_the_last_program_first_changes_nothing_in_a_right_kernel():
         np.testing.assert_array_equal(run(double, rows()), 2 * rows())
 
 
-# --------------------------------------------------------------------------------------------------------- the layout
-
-
 @pytest.mark.parametrize("shape", [(), (3, 2)], ids=str)
 @pytest.mark.parametrize(("batch", "lanes"), [(0, 128), (1, 128), (127, 128), (128, 128), (129, 256)])
 def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lanes, shape):
@@ -232,9 +219,6 @@ def test_batch_last_fills_up_with_zeros_and_batch_first_gives_it_back(batch, lan
     assert last.shape == (*shape, lanes)
     assert jnp.all(last[..., batch:] == 0)
     np.testing.assert_array_equal(batch_first(last, batch), x)
-
-
-# ---------------------------------------------------------------------------------------------------- skipped outputs
 
 
 def double_and_square(x, traced):

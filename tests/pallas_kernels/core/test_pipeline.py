@@ -17,7 +17,7 @@ in_the_simulator = pytest.mark.skipif(
 
 
 def doubled(x, stages):
-    """Compute `2 * x` by a warpgroup that fetches ahead."""
+    """One warpgroup fetches ahead."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, *, program):
@@ -46,7 +46,7 @@ def doubled(x, stages):
 
 
 def doubled_by_consumer(x, stages):
-    """Compute `2 * x` by a consumer warpgroup, with rows from a producer warpgroup."""
+    """A producer warpgroup fetches the rows."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):

@@ -66,7 +66,7 @@ def at_once(x, labels, weights, biases, dy):
 
 
 def check_at_once(results, x, labels, weights, biases, dy):
-    """Compare rows and gradients with float64, and the layers' gradients with float64 sums over these rows."""
+    """Compare rows and gradients with float64, and layers' gradients with float64 sums over these rows."""
     check(results[0], x, labels, weights, biases, jnp.ones_like(dy))
     x, dy, (_, _, hidden, gradients), (dx, *layers) = jax.tree.map(
         lambda a: np.asarray(a, np.float64), (x, dy, *results)

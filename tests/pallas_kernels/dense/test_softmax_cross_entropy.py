@@ -60,5 +60,5 @@ def test_a_half_precision_example_that_is_nearly_right_keeps_the_digits_of_its_g
         _, *statistics = kernels.loss_and_statistics(logits, labels)
         dlogits = kernels.logits_gradient(dy, logits, labels, *statistics)
     p = np.exp([6.0, 1.0, 0.0]) / np.exp([6.0, 1.0, 0.0]).sum()
-    # The gradient at the label, p - 1, is -0.009. If p were rounded to eight bits, it would be -0.008.
+    # The gradient at the label, p - 1, is -0.009. With p rounded to eight bits, it would be -0.008.
     assert relative_error(dlogits[:, 0], p - [1, 0, 0]) < jnp.finfo(dtype).eps / 2

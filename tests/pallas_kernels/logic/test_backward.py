@@ -156,9 +156,6 @@ def test_which_kernel_makes_them(inputs, gates, N, dtype, kernel, l2_bytes):
     assert names == {name: name == kernel for name in names}
 
 
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
-
-
 def arguments(kernel, *operands):
     dy, _, graph, x = operands
     return (dy, graph, x) if kernel is kernels.coefficients_gradient else operands

@@ -39,7 +39,7 @@ def test_gradients_of_small_images(size, pool):
 
 
 def _of_four_by_four():
-    """Compile the gradient for images so small that the compiler unrolls its loops."""
+    """The compiler unrolls the loops for images this small."""
     options = dict(window=(3, 3), stride=(1, 1), pool=(2, 2), size=(CHANNELS, 4, 4), padding=(1, 1))
     arrays = [
         jax.ShapeDtypeStruct((KERNELS * LEAVES, 2, 2, 128), jnp.float32),

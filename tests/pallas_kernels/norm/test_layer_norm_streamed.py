@@ -178,7 +178,7 @@ def test_rings_fit_into_shared_memory_or_are_refused(dtype, device):
                     continue
                 config = kernel.heuristic(*arrays, **OPTIONS)
                 ring = config.stages * streamed * config.rows * hidden * jnp.dtype(dtype).itemsize
-                # In addition, sums across warps take 2 KiB, barriers 8 bytes per stage, and the driver 1 KiB.
+                # Sums across warps take 2 KiB, barriers 8 bytes per stage, and the driver 1 KiB.
                 assert ring + 2048 + 8 * config.stages <= device.shared_bytes
                 assert config.programs * (ring + 2048 + 1024 + 1024) <= device.shared_bytes + 1024
                 assert config.stages >= 2

@@ -88,9 +88,6 @@ def test_no_elements_need_no_kernel(shape):
     assert one.shape == other.shape == shape
 
 
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
-
-
 def structs(*shapes, dtypes=("float32", "float32")):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
@@ -104,7 +101,7 @@ def structs(*shapes, dtypes=("float32", "float32")):
         (structs((4, 260), (260,)), 256),  # at most one row
         (structs((2**19,), (2**19,)), 512),  # 1024 CTAs of 512 elements
         (structs((2**20,), (2**20,)), 1024),
-        (structs((2**20,), (2**20,), dtypes=("bfloat16", "float32")), 256),  # mixed dtypes
+        (structs((2**20,), (2**20,), dtypes=("bfloat16", "float32")), 256),
     ],
     ids=str,
 )

@@ -78,9 +78,6 @@ def test_sums_of_nothing_are_zero(shape, axes):
     np.testing.assert_array_equal(sum_over(lambda v: v, jnp.ones(shape), axes=axes), np.zeros(kept))
 
 
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
-
-
 def structs(*shapes, dtypes=("float32", "float32")):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
@@ -88,11 +85,11 @@ def structs(*shapes, dtypes=("float32", "float32")):
 @pytest.mark.parametrize(
     ("arrays", "axes", "config"),
     [
-        (structs((16384, 1024), (1024,)), (1,), Config(1024, 1)),  # one CTA per row
+        (structs((16384, 1024), (1024,)), (1,), Config(1024, 1)),
         (structs((16384, 1024), (1024,)), (0,), Config(512, 1024)),  # two vectors of columns, split 1024-fold
         (structs((3, 700), (1,)), (0, 1), Config(2048, 1)),  # one vector
         (structs((5, 130), (5, 130)), (0,), Config(128, 5)),  # unaligned rows
-        (structs((64, 4096), (64, 4096), dtypes=("bfloat16", "float32")), (1,), Config(256, 16)),  # mixed dtypes
+        (structs((64, 4096), (64, 4096), dtypes=("bfloat16", "float32")), (1,), Config(256, 16)),
         (structs((3, 4), (4,)), (0,), Config(128, 3)),  # padded to one vector
         (structs((0, 3), (3,)), (0,), Config(128, 1)),
     ],

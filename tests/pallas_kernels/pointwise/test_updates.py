@@ -44,7 +44,7 @@ def check(results, scalars, changed, constant):
             np.testing.assert_allclose(np.asarray(new[i], np.float64), reference, rtol=tolerance, atol=tolerance)
 
 
-# In the simulator, unwritten memory is NaN. Reads out of bounds raise, and so do two CTAs that write one element.
+# In the simulator, unwritten memory is NaN. Reads out of bounds and two CTAs that write one element raise.
 @pytest.mark.parametrize("accesses", [1, 2])
 def test_every_element_of_every_array_is_updated_in_the_simulator(accesses):
     arrays = drawn()
@@ -84,9 +84,6 @@ def test_every_element_is_updated_on_a_gpu(dtypes, accesses):
     check(results, *arrays)
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(jitted(*arrays)), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-# -------------------------------------------------------------------------------------------- unsupported and heuristic
 
 
 def structs(*shapes, dtype="float32"):

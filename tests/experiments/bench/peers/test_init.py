@@ -17,7 +17,7 @@ def test_without_their_libraries_there_are_no_peers_and_the_bench_says_so(monkey
     for peer, library in libraries.items():
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules, peers.PEERS[peer], raising=False)
-    assert list(peers.installed()) == ["published automaton"]  # it needs only JAX
+    assert list(peers.installed()) == ["published automaton"]
     lines = [
         rf"the peer {peer} is left out, because its import failed: .*{library}.*\n"
         for peer, library in libraries.items()
@@ -45,7 +45,7 @@ def test_of_a_peer_with_several_formulations_the_one_that_measured_fastest_is_ti
     for (peer, *_), of in several.items():
         kept = [variant for variant in of if peers.is_asked_for(peer, variant, "best")]
         assert min(of, key=of.get) in kept
-        assert len({variant.partition(",")[0] for variant in kept}) == 1  # one formulation, in any of its modes
+        assert len({variant.partition(",")[0] for variant in kept}) == 1
         assert all(peers.is_asked_for(peer, variant, "all") for variant in of)
 
 

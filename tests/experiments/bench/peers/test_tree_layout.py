@@ -25,7 +25,7 @@ def test_the_trees_read_the_same_leaves_by_the_same_gates(depth):
     wires = jaxbp.TreeWires.random(3, 4, 3, depth=depth, seed=0)
     x = random.random((2, 3, 5, 5), np.float32)
     is_or = random.integers(2, size=(4, wires.gates, 1))
-    logits = jnp.where(jnp.arange(16) == jnp.where(is_or, 7, 1), 0.0, -100.0)  # AND is gate 1, and OR is gate 7
+    logits = jnp.where(jnp.arange(16) == jnp.where(is_or, 7, 1), 0.0, -100.0)
     y = theirs(x, pairs_of_leaves(np.asarray(wires.leaves)), to_levels(is_or))
     np.testing.assert_allclose(y, jaxbp.logic_conv2d(logits, wires, x, implementation="xla"), rtol=1e-5)
 

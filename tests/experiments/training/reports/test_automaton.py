@@ -104,12 +104,9 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
     assert options.items() <= configs.to_dict(config).items()
 
 
-# ------------------------------------------------------------------------------------------------ hand-written circuits
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Squares(CheckerboardConfig):
-    """Experiment whose pattern is the one that the checkerboard of `cells.py` grows."""
+    """The pattern that the checkerboard of `cells.py` grows."""
 
     grid: ClassVar = (6, 5)
     channels: ClassVar = 2

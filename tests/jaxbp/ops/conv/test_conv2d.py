@@ -28,8 +28,7 @@ LAX = dict(dimension_numbers=("NCHW", "OIHW", "NCHW"))
 def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_hand(implementation):
     x = jnp.arange(25.0).reshape(1, 1, 5, 5)
     dy = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, -1.0, 0.0]])[None, None]
-    # x[i, j] = 5 i + j, and dw[u, v] = Σ dy[i, j] x[i + u, j + v] = x[u, v] + 2 x[u + 1, v + 2] - x[u + 2, v + 1]
-    #         = (5 u + v) + 2 (5 u + v + 7) - (5 u + v + 11) = 2 (5 u + v) + 3.
+    # x[i, j] = 5 i + j, so dw[u, v] = (5 u + v) + 2 (5 u + v + 7) - (5 u + v + 11) = 2 (5 u + v) + 3.
     dw = [[3.0, 5.0, 7.0], [13.0, 15.0, 17.0], [23.0, 25.0, 27.0]]
     _, gradient, _ = gradients_of(
         conv2d, (x, jnp.ones((1, 1, 3, 3)), jnp.zeros(1)), [dy], implementation=implementation
@@ -40,7 +39,7 @@ def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
     arrays = normal((1, 1, 5, 5), (1, 1, 3, 3), (1,))
-    # The op is linear in each argument, so a large step has no truncation error and the least rounding error.
+    # A large step has no truncation error, because the op is linear in each argument.
     assert_numerical_gradients_agree(conv2d, arrays, step=0.5, implementation=implementation)
 
 

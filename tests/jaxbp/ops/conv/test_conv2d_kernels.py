@@ -47,7 +47,7 @@ def test_none_takes_for_each_part_of_the_gradient_what_is_fastest_on_a_gpu(on_ho
     assert "stablehlo.convolution" not in program
 
 
-# The rows come in multiples of eight, which the tensor cores need.
+# The tensor cores need rows in multiples of eight.
 IN_EIGHTS = (2, 2, 8, 8), (4, 2, 5, 5), (4,)
 
 

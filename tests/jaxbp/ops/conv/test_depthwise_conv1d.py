@@ -61,9 +61,6 @@ def test_the_gradient_is_exported_for_any_batch(implementation):
         assert_close(exported.call(x, w), gradients(x, w), "float32")
 
 
-# ------------------------------------------------------------------------------------------------------------- programs
-
-
 def program(implementation, layout, *shapes, **options):
     options = dict(padding="CAUSAL", groups=128, dimension_numbers=layout, implementation=implementation) | options
     op, arrays = functools.partial(jaxbp.conv1d, **options), [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
@@ -91,8 +88,6 @@ def test_formulas_do_not_transpose_sequences_with_the_channels_before_the_width(
     transposed = [line for line in program("xla", NCW, (2, 128, 9), (128, 1, 4)).splitlines() if "transpose" in line]
     assert all("tensor<2x" not in line for line in transposed)
 
-
-# --------------------------------------------------------------------------------------------- what the kernel supports
 
 STRUCT = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 REFUSED = {

@@ -9,7 +9,7 @@ from pallas_kernels.core.layouts import LANES
 
 
 def integers(*shape):
-    """Draw small integers, whose sums are exact in float32 in any order."""
+    """Sums of small integers are exact in float32 in any order."""
     return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), jnp.float32)
 
 

@@ -28,7 +28,7 @@ def pool(x, implementation, **options):
 
 @every_implementation
 def test_numerical_gradients_agree_to_a_thousandth(implementation):
-    # All values are at least 0.1 apart, so that no step of 0.04 moves a maximum.
+    # No step of 0.04 moves a maximum, because values are at least 0.1 apart.
     x = jax.random.permutation(jax.random.key(0), jnp.arange(2 * 5 * 6) / 10).reshape(1, 2, 5, 6)
     assert_numerical_gradients_agree(
         max_pool2d, (x,), step=0.04, window=(3, 2), stride=(2, 1), padding=(1, 0), implementation=implementation
@@ -59,7 +59,7 @@ def test_gradients_of_overlapping_windows_are_added_up_in_float32(implementation
 def test_a_window_of_minus_infinity_never_routes_to_padding(implementation):
     y, dx = pool(np.full((3, 3), -np.inf), implementation, window=2, padding=1)
     np.testing.assert_array_equal(y, np.full((2, 2), -np.inf))
-    # The first position of each window that is in the image has the gradient.
+    # The window's first position in the image has the gradient.
     np.testing.assert_array_equal(dx, [[1, 2, 0], [3, 4, 0], [0, 0, 0]])
 
 

@@ -1,10 +1,9 @@
 """Differences from the twins in JAX and Flax:
 
-- `jax.lax.conv_general_dilated` has the names window_strides, rhs_dilation, and feature_group_count. It also takes
-  negative paddings, lhs_dilation, and batch_group_count.
-- The default stride of our pools is the window, as in most libraries. In Flax, it is 1.
-- Ours take only windows of two axes, and a batch. They refuse a padding of a whole window.
-- JAX has no gradient of a dilated maximum.
+- `jax.lax.conv_general_dilated` has other names for stride, dilation, and groups. It also takes negative paddings,
+  lhs_dilation, and batch_group_count.
+- Our pools' default stride is the window. In Flax, it is 1. - Ours take only windows of two axes, and a batch. They
+refuse a padding of a whole window. - JAX has no gradient of a dilated maximum.
 """
 
 import functools
@@ -35,12 +34,9 @@ PADDINGS = ["SAME", "SAME_LOWER", "VALID", ((1, 0), (0, 2))]
 
 
 def distinct(*shape):
-    """Return an array whose elements differ, so that each window has one maximum."""
+    """Each window has one maximum."""
     random = np.random.default_rng(0)
     return jnp.asarray(random.permutation(np.linspace(-2, 2, np.prod(shape))).reshape(shape), jnp.float32)
-
-
-# -------------------------------------------------------------------------------------------------------- convolutions
 
 
 @pytest.mark.parametrize(
@@ -84,9 +80,6 @@ def test_public_backwards_of_conv2d_take_the_layout(implementation):
     assert_close(db, dy.sum((0, 1, 2)), "float32")
 
 
-# --------------------------------------------------------------------------------------------------------------- pools
-
-
 @pytest.mark.parametrize("padding", PADDINGS, ids=str)
 def test_max_pool2d_is_flax_max_pool(padding):
     ours = functools.partial(jaxbp.max_pool2d, window=(3, 3), stride=(2, 1), padding=padding, channel_axis=-1)
@@ -111,7 +104,7 @@ def test_dilated_pools_are_reduce_window(padding, implementation):
     options = dict(window=(2, 3), stride=(1, 2), padding=padding, dilation=(3, 2), implementation=implementation)
     mean = lambda x: lax.reduce_window(x, 0.0, lax.add, *geometry) / 6  # noqa: E731
     compare_with_twin(functools.partial(jaxbp.avg_pool2d, **options), mean, normal((2, 2, 7, 8)))
-    # The maximum has no gradient in `lax`, but its value determines where the gradient goes: all elements differ.
+    # All elements differ, so the maximum's value determines where the gradient goes.
     x = distinct(2, 2, 7, 8)
     y, vjp = jax.vjp(functools.partial(jaxbp.max_pool2d, **options), x)
     np.testing.assert_array_equal(y, lax.reduce_window(x, -jnp.inf, lax.max, *geometry))
@@ -142,7 +135,7 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
 def test_a_mean_counts_the_padding_but_not_what_ceil_mode_adds(implementation):
     options = dict(stride=2, padding=1, ceil_mode=True, implementation=implementation)
     y = jaxbp.avg_pool2d(jnp.full((1, 1, 4, 4), 36.0), 3, **options)
-    # The windows start at -1, 1, and 3. The last one has one element, one zero, and one position that does not count.
+    # The windows start at -1, 1, and 3. The last one has an element, a zero, and a position that does not count.
     np.testing.assert_allclose(y[0, 0], 36 * np.outer([2 / 3, 1, 1 / 2], [2 / 3, 1, 1 / 2]), rtol=1e-6)
 
 
@@ -181,8 +174,6 @@ def test_pallas_refuses_dilation_by_name_and_none_takes_the_formula(pool):
         pool(x, 2, dilation=(2, 1), implementation="pallas")
     assert_close(pool(x, 2, dilation=(2, 1)), pool(x, 2, dilation=(2, 1), implementation="xla"), "float32")
 
-
-# ----------------------------------------------------------------------------------------------------- transformations
 
 LAYERS = {
     "conv2d": (

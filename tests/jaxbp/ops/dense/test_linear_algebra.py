@@ -71,7 +71,7 @@ def test_the_backward_of_a_transpose_undoes_it(axes):
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff"])
 def test_a_sum_over_the_batch_is_of_products_that_are_not_rounded(implementation):
-    # Float16 rounds 2049 to 2048. The products must not be rounded before they are summed.
+    # Float16 rounds 2049 to 2048.
     dy, b = jnp.array([[[3.0]], [[-1.0]]], "float16"), jnp.array([[[683.0]], [[2048.0]]], "float16")
     da, _ = jaxbp.matmul_backward(dy, jnp.ones((1, 1, 1), "float16"), b, implementation=implementation)
     assert da.ravel().tolist() == [1.0]

@@ -40,7 +40,7 @@ def three_chunks():
 
 @pytest.fixture(params=[("xla", 3), ("xla", 8), ("autodiff", 8)], ids=lambda param: "{}-chunks of {}".format(*param))
 def implementation(request):
-    """The formula in three chunks and in one, and the definition, which has no chunks."""
+    """The formula in three chunks and in one, and the definition."""
     with in_chunks(request.param[1]):
         yield request.param[0]
 

@@ -68,7 +68,7 @@ def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implemen
 
         return jax.grad(masked, range(1 + len(layers)))(x, *layers)
 
-    with jax.default_matmul_precision("default"):  # this permits the kernels, or their jnp versions
+    with jax.default_matmul_precision("default"):  # permits the kernels, or their jnp versions
         dx, *found = gradients(x, labels.at[1].set(-100), *layers)
     expected = jaxbp.mlp_softmax_cross_entropy_backward(
         jnp.ones(batch).at[1].set(0), x, labels, *layers, implementation="autodiff"
@@ -77,21 +77,21 @@ def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implemen
     np.testing.assert_array_equal(dx[1], 0)
 
 
-@pytest.mark.parametrize("batch", [3, 1025])  # one kernel for both directions, and one kernel per direction
+@pytest.mark.parametrize("batch", [3, 1025])  # one kernel for both directions, and one per direction
 @pytest.mark.parametrize("infinity", [-np.inf, np.inf])
 @every_implementation
 def test_an_infinite_weight_of_a_unit_that_is_0_for_all_examples_leaves_the_gradients_finite(
     implementation, infinity, batch, on_hopper
 ):
     x, labels, w, *layers = arguments(batch=(batch,))
-    # In the examples that pad the batch, x is 0, and the unit is 0 * infinity.
+    # In padding examples, x is 0, and the unit is 0 * infinity.
     x, w = x.at[:, 1].set(-np.sign(infinity)), w.at[1, 1].set(infinity)
 
     def losses(*layers):
         return jaxbp.mlp_softmax_cross_entropy(x, labels, *layers, implementation=implementation)
 
     dy = jnp.ones(batch)
-    with jax.default_matmul_precision("default"):  # this permits the kernels, or their jnp versions
+    with jax.default_matmul_precision("default"):
         found = jax.vjp(losses, w, *layers)[1](dy)
     _, *expected = jaxbp.mlp_softmax_cross_entropy_backward(dy, x, labels, w, *layers, implementation="autodiff")
     assert_close(found, expected, 1e-5)

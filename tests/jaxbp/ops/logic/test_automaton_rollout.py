@@ -25,7 +25,7 @@ def deeper():
 
 
 def operands(automaton, shape=(2, 3, 4), parametrization="softmax", seed=0, pass_through=0.0):
-    """Draw (logits, state, dlast). Over many ticks, gradients vanish unless most gates pass on an input."""
+    """Over many ticks, gradients vanish unless most gates pass on an input."""
     random, parameters = np.random.default_rng(seed), PARAMETERS[parametrization]
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     bias = pass_through * (np.arange(parameters) == PASS_THROUGH)
@@ -148,7 +148,7 @@ def test_cells_that_do_not_fire_keep_their_state():
 
 @pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 def test_rounding_errors_do_not_grow(implementation):
-    """The XNOR of 1 + e with itself is 1 + 2e. Over six layers in each of ten ticks, this would grow to infinity."""
+    """The XNOR of 1 + e with itself is 1 + 2e. In ten ticks of six layers, this would grow to infinity."""
     wires = automaton(periodic=True)
     xnor = lambda *shape: jnp.full((*shape, 16), -1e3).at[..., 9].set(1e3)  # noqa: E731
     logits = [xnor(wires.kernels, w.gates) for w in wires.perception], [xnor(w.gates) for w in wires.update]
@@ -260,7 +260,7 @@ def test_half_precision_states_are_computed_in_float32():
 
 
 def test_kept_memory_grows_as_the_policy_says():
-    """Measure the growth from 64 to 256 ticks, in states, of the memory that the compiled gradient allocates."""
+    """Measure, in states, the memory of the compiled gradient for 64 to 256 ticks."""
     wires, (logits, state, _) = deeper(), operands(deeper(), (4, 32, 32))
 
     def states(memory, steps):

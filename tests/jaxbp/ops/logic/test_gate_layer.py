@@ -49,7 +49,7 @@ RELAXED = [
 ]
 BITS = list(itertools.product((False, True), repeat=2))
 ONE_GATE = Wires.from_pairs([0], [1], 2)
-# One input is shared, one is unused, a gate reads one twice, and one has most of the consumers.
+# One input is shared, one is unused, and a gate reads one twice.
 SHARED = Wires.from_pairs([0, 0, 1, 2, 0, 4], [1, 0, 4, 4, 4, 4], 5)
 every_gate = pytest.mark.parametrize("gate", range(16))
 every_parametrization = pytest.mark.parametrize("parametrization", PARAMETERS)
@@ -65,9 +65,6 @@ def of_layer(implementation, parametrization="softmax"):
         return (y, *jaxbp.gate_layer_backward(dy, logits, wires, x, **options))
 
     return run
-
-
-# ----------------------------------------------------------------------------------------------------- the 16 functions
 
 
 @every_implementation
@@ -88,9 +85,6 @@ def test_the_gradient_in_the_logits_is_that_of_the_formula(implementation):
     y = (p * functions).sum(axis=-1)
     dlogits = (np.float64(dy)[..., None] * p * (functions - y[..., None])).sum(axis=0)
     assert_close(of_layer(implementation)(dy, logits, SHARED, x)[:2], (y, dlogits), "float32")
-
-
-# ---------------------------------------------------------------------------------------------- comparison with float64
 
 
 @ours
@@ -187,9 +181,6 @@ def test_the_light_parametrizations_interpolate_between_the_rows_of_a_truth_tabl
     np.testing.assert_allclose(rows.T, jax.nn.sigmoid(walsh), rtol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------- batches and wires
-
-
 @every_implementation
 def test_a_batch_equals_its_examples_one_by_one(implementation):
     dy, logits, x = normal((130, 6), (6, 16), (130, 5), seed=5)
@@ -231,7 +222,7 @@ def test_the_kernels_give_the_same_bits_whichever_program_runs_first():
 
 
 def scatters(jaxpr):
-    """Yield for each scatter whether it declares unique indices. Without them, a GPU adds in any order."""
+    """Yield for each scatter whether it declares unique indices, without which a GPU adds in any order."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("scatter"):
             yield equation.params["unique_indices"]
@@ -273,8 +264,8 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # The gradient with respect to the logits has two parts, through dlogits and dx. If each part were rounded, it could
-    # overflow although the sum does not.
+    # The logits' gradient has two parts, through dlogits and dx. Rounded parts could overflow although the sum does
+    # not.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):
@@ -324,7 +315,7 @@ def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
         program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
-    # The three kernels compute y, dx, and, for a batch this short, the coefficients' gradient.
+    # The kernels compute y, dx, and, for a short batch, the coefficients' gradient.
     assert program.count("custom_call @mosaic_gpu") == 3
 
 
@@ -333,9 +324,6 @@ def test_none_takes_no_kernel_on_older_gpus():
     with targeting(dataclasses.replace(HOPPER, capability=(8, 0))):
         program = cuda_program(functools.partial(jaxbp.gate_layer, logits, SHARED), x)
     assert "mosaic_gpu" not in program
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def zeros(*shape, dtype="float32"):

@@ -28,8 +28,7 @@ from pallas_kernels.logic.tree_windows import Config
 from pallas_kernels.logic.trees_input_gradient import input_gradient
 
 WIRES = TreeWires.random(3, 4, (3, 2), seed=0)
-# Kernel 0 reads one position four times. Kernel 1 reads the corners of the window in one channel. No kernel reads
-# channel 1.
+# Kernel 0 reads one position four times. Kernel 1 reads the window's corners. No kernel reads channel 1.
 SHARED = TreeWires.from_leaves(
     [[[0, 1, 1]] * 4, [[2, 0, 0], [2, 0, 2], [2, 2, 0], [2, 2, 2]], [[0, 1, 1], [2, 1, 1], [0, 0, 1], [0, 1, 1]]], 3, 3
 )
@@ -88,9 +87,6 @@ def of_op(implementation, **options):
     return run
 
 
-# ------------------------------------------------------------------------------------------------ comparison with loops
-
-
 @every_geometry
 @every_implementation
 def test_values_places_and_gradients_are_those_of_the_definition(implementation, geometry):
@@ -124,9 +120,6 @@ def test_hardened_trees_are_exact_on_bits(implementation):
     expected, at = by_loops(logits, WIRES, x, pool=2)
     np.testing.assert_array_equal(y, expected)
     np.testing.assert_array_equal(places, at)
-
-
-# -------------------------------------------------------------------------------------------------- ties and edge cases
 
 
 @every_implementation
@@ -197,9 +190,6 @@ def test_a_hundred_runs_give_the_same_bits(implementation):
             np.testing.assert_array_equal(a, b)
 
 
-# -------------------------------------------------------------------------------------------------------- the kernels
-
-
 @pytest.mark.parametrize(
     ("window", "stride", "pad", "pool"),
     [((2, 2), (1, 1), (1, 1), (2, 2)), ((2, 2), (1, 1), (0, 1), (1, 1)), ((1, 2), (2, 1), (0, 0), (1, 2))],
@@ -247,7 +237,7 @@ def test_a_kernel_computes_one_gradient_alone_in_the_simulator(skipped):
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
-    # The program of MNIST's second layer keeps neither the gates' values nor the values at all positions.
+    # It keeps neither the gates' values nor the values at all positions.
     wires = TreeWires.random(16, 32, 3, seed=0)
     logits, x = jnp.zeros((32, 7, 16)), jnp.zeros((64, 16, 12, 12))
     op = functools.partial(jaxbp.logic_conv2d_or_pool2d, padding=1, implementation="xla")
@@ -275,9 +265,6 @@ def test_a_gradient_in_the_logits_alone_computes_none_in_the_image(pool):
     # The formula adds the gradient of each of a kernel's 8 leaves to the image's gradient.
     of_both, of_logits = (program("xla", which, "cpu").count("dynamic_update_slice") for which in ((0, 1), (0,)))
     assert of_both - of_logits == 8
-
-
-# --------------------------------------------------------------------------------------------------------- bad input
 
 
 def zeros(*shape, dtype="float32"):

@@ -165,9 +165,6 @@ def test_a_backward_by_itself_runs_one_kernel_and_no_forward(backward, on_hopper
     assert cuda_program(backward, x, x, scale).count("@mosaic_gpu") == 1
 
 
-# -------------------------------------------------------------------------------------------------- frozen parameters
-
-
 FROZEN = {
     "grad": lambda f: jax.grad(f),
     "grad of jit": lambda f: jax.grad(jax.jit(f)),

@@ -119,7 +119,6 @@ def test_on_a_gpu_the_bias_of_half_precisions_is_summed_in_float32(dtype):
         assert sums and all("xf32>, tensor<f32>)" in line for line in sums)
 
 
-# Layers whose products are kernels.
 XLA_ON_GPU = pytest.mark.parametrize(("hidden", "out"), [(128, 128), (512, 128)], ids=["narrow", "wide"])
 
 

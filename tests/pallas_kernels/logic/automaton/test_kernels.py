@@ -23,7 +23,7 @@ def operands(channels, kernels, perception, update, periodic, shape, fires, seed
     random = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
     automaton = jaxbp.Automaton.create(channels, kernels, perception, update, periodic, seed=1)
-    # Coefficients of gates. With arbitrary coefficients, the results of many layers would overflow.
+    # With arbitrary coefficients, the results of many layers would overflow.
     of_gates = lambda *shape: jnp.moveaxis(softmax(normal(*shape, 16)), -1, 0)  # noqa: E731
     coefficients = (
         [of_gates(w.gates, kernels) for w in automaton.perception],
@@ -75,8 +75,7 @@ def jitted(automaton, config=None):
     ids=["two cells", "two slices"],
 )
 def test_simulated_kernels_are_the_formula(config, grid):
-    """One warpgroup, because the simulator treats a gather as a read of all rows, and a second warpgroup's writes as
-    races."""
+    """The simulator treats a gather as a read of all rows, and a second warpgroup's writes as races."""
     arguments = operands(8, 3, [8, 4, 2], [32, 16, 8], True, grid, True)
     assert (arguments[0].orders[0][0] != np.arange(32)).any()
     with simulated():

@@ -14,7 +14,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its rows, its inputs and its consumers' gradients are read, later the center's gradient."""
+    """A layer's writes leave its inputs and its consumers' gradients alone, and later the center's gradient."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
     written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
@@ -25,7 +25,7 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
             read |= set(written[first_update])
         assert not read & set(written[i])
     assert not {*range(plan.inputs.lanes), *written[0], *written[first_update]} & set(sums)
-    # The gradients of the outputs are stored before the first layer's rows are computed.
+    # The outputs' gradients are stored before the first layer's rows are computed.
     outputs = range(rows.outputs.first, rows.outputs.end)
     assert not {*range(layers[-1].first), *itertools.chain(*written), *sums} & set(outputs)
     assert max(*map(max, written), max(sums), max(outputs)) < rows.count
@@ -34,7 +34,7 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
-    """While a layer writes its rows, the previous layer and the inputs are read, and at the end the last layer."""
+    """A layer's writes leave the previous layer and the inputs alone, and at the end the last layer."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     inputs, layers = range(plan.inputs.lanes), plan.forward_layers
     for before, layer in zip([plan.inputs, *layers], layers, strict=False):
