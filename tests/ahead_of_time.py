@@ -60,7 +60,6 @@ _OPTIONS = {
 
 
 def missing() -> str | None:
-    """Return the missing part of CUDA's compiler, or None."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "JAX's plugin for CUDA: pip install -e '.[cuda13-compiler]'"
     nvidia = importlib.util.find_spec("nvidia")
@@ -72,7 +71,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
-    """Yield `count` GPUs of one host as the target of tracing, lowering, and compilation."""
+    """Yield `count` GPUs of one host as targets of compilation."""
     major, minor = device.capability
     target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
@@ -83,9 +82,9 @@ def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Compile `function` of arrays like `structs` for a GPU. Return the number of kernels.
+    """Compile `function` of arrays like `structs` for a GPU, and return the number of kernels.
 
-    A program without a kernel is only lowered. If a compiler refuses, it raises, or LLVM ends the process.
+    A program without a kernel is only lowered. A compiler that refuses raises an error, or LLVM ends the process.
     """
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)

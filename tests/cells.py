@@ -24,7 +24,6 @@ class Gates:
 
 
 def life_gates():
-    """A cell lives with three live neighbors, or with two if it is alive."""
     gates = Gates(9)
     (ones0, twos0), (ones1, twos1) = gates.adder(0, 1, 2), gates.adder(3, 5, 6)
     ones2, twos2 = gates("xor", 7, 8), gates("and", 7, 8)
@@ -46,7 +45,7 @@ def life_step(x, periodic):
 
 
 def checkerboard():
-    """Return a checkerboard that heals from the left. Channel 1 is 0 only beyond the grid."""
+    """The checkerboard heals from the left. Channel 1 is 0 only beyond the grid."""
     gates = Gates(18)
     above, left = (2, 3), (6, 7)
     of_left = gates("a and not b", left[1], left[0])

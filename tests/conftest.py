@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 # JAX reads these variables when it starts. Python tracebacks take a tenth of the time. With more threads, a product in
-# the simulator would wait forever for the threads that wait for it.
+# the simulator would wait forever for threads.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:
@@ -97,7 +97,6 @@ class PrintFailures:
             self.terminal.write_line(report.longreprtext)
 
 
-# Another run has a GPU or a newer JAX.
 MAY_SKIP = re.compile(
     "needs a GPU|tests the message without a GPU|needs (two|four|eight) devices"
     "|older (simulators|versions)|no kernel pays before JAX"

@@ -29,7 +29,6 @@ def shapes(block, N):
 
 
 def routed(dy, place, window=WINDOW):
-    """Return the gradient with respect to the convolution's output, in float64."""
     dy, place, (R, S) = np.asarray(dy, np.float64), np.asarray(place), window
     K, P, Q, N = dy.shape
     dz = np.where(place[..., None] == np.arange(R * S), dy[..., None], 0).reshape(K, P, Q, N, R, S)

@@ -33,10 +33,7 @@ def state_of(layer):
 
 
 def _results(layer, call):
-    """Return `(states, x) -> (results, gradients)` and the layer's states.
-
-    The results include the variables afterwards. The gradients are with respect to the parameters and to a floating x.
-    """
+    """Return a function `(states, x) -> (results and later variables, gradients)`, and the layer's states."""
     graph, *states = nnx.split(layer, nnx.Param, ...)
 
     def loss(parameters, x, others):
@@ -56,7 +53,7 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Compare dtypes, values, gradients, and later variables, up to a relative error."""
+    """Compare dtypes, values, gradients, and later variables."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))

@@ -36,7 +36,6 @@ def structs(block, dtype, N=4096, window=(2, 2)):
 
 
 def integers(*shapes, dtype):
-    """Sums of products are exact in every precision, and many maxima of windows tie."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in shapes]
 

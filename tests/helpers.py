@@ -87,7 +87,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare an op's values and gradients with its twin in JAX or Flax, which computes in float64.
+    """Compare an op with its twin in JAX or Flax, which computes in float64.
 
     With `implementations`, one program computes all of them.
     """
@@ -100,7 +100,6 @@ def compare_with_twin(op, twin, arrays, implementations=None):
 
 
 def numerical_gradients(op, arrays, cotangents, step):
-    """Return central differences of `sum(cotangents * op(*arrays))`."""
     forward, arrays = jax.jit(op), [np.array(a) for a in arrays]
 
     def loss():
@@ -128,10 +127,7 @@ def assert_numerical_gradients_agree(function, arrays, *, step, implementation, 
 
 
 def assert_second_derivatives_match_differences(functions, values):
-    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program.
-
-    `values` are the functions' arguments, by the same names.
-    """
+    """Compare gradients and Hessian-vector products of `Σ sin(y)` with central differences, in one program."""
     random, step = np.random.default_rng(0), 1e-5
 
     def derivatives(function, values, direction):
@@ -179,7 +175,7 @@ def compiled(name, place, implementation):
 
 @functools.cache
 def drawn(name, place=None, dtype="float32", batch=2, seed=0):
-    seed += 40_000  # with these seeds, finite differences cross no kink of ReLU, and no probability is nearly 0
+    seed += 40_000  # finite differences then cross no kink of ReLU, and no probability is nearly 0
     random = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda a: _draw(a, random, batch, jnp.dtype(dtype)), case_of(name, place).arguments)
     return arrays, draw_cotangents(op_of(name, place, "autodiff"), arrays, seed + 1000)
@@ -256,7 +252,7 @@ def kernel_results(function, *arrays):
 def skipped_outputs(module, *indices):
     """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros.
 
-    The simulator does not remove unused outputs. Kernels that cannot skip run as usual.
+    Kernels that cannot skip run as usual.
     """
 
     def skipping(*arrays, out, skippable=(), **options):

@@ -91,7 +91,6 @@ def _automaton(implementation):
 
 
 def _update():
-    """Some arrays are shorter than a vector."""
     shapes = [(), (5,), (1000,), (64, 129)]
     params = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
     optimizer = fused_adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1, clip=1.0, implementation="pallas")

@@ -635,8 +635,8 @@ def test_what_many_devices_cost_is_a_share_and_a_batch(book):
     ]
     compiled = report(*programs) | {"devices": 8}
     _, line, _ = cells(book("communication compiled run", compiled=compiled, run=measured))
-    # On two devices, the sum takes 0.01 µs per byte, which is 200 µs. On eight, it takes 1.75 times as long. A step
-    # that takes 19 times as long as this sum has 3,325 examples per device.
+    # On two devices, the sum takes 200 µs; on eight, 1.75 times as long. A step that takes 19 times as long as this sum
+    # has 3,325 examples per device.
     assert line == ["a", "20,000", "1 all-reduce", "1, during 2 of 3 kernels", "350", "26,600"]
 
 

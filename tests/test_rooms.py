@@ -23,7 +23,6 @@ def files(room):
 
 
 def imports(source):
-    """Yield every module and every `module.name` that a file imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -137,7 +136,6 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def folder_graph(graph):
-    """Leave out folders above or below a folder."""
     of = lambda module: module.rpartition(".")[0]  # noqa: E731
     folders = {of(module): set() for module in graph if "." in module}
     for module, targets in graph.items():

@@ -21,8 +21,6 @@ needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs e
 
 
 class Namespace:
-    """The first module that has a name provides it."""
-
     def __init__(self, *modules, **options):
         self.modules, self.options = modules, options
 
@@ -34,7 +32,6 @@ class Namespace:
 
 
 def theirs(*modules):
-    """Flax, JAX, and Optax. `modules` define what a program writes itself."""
     return Namespace(*modules, nnx, jax.nn, optax, jnp)
 
 

@@ -22,8 +22,6 @@ from jaxbp.nnx import Linear
 
 
 class Classifier(nnx.Module):
-    """A linear layer over a fixed random half of the pixels."""
-
     def __init__(self, rngs: nnx.Rngs):
         self.mask = nnx.Variable(rngs.params.bernoulli(shape=(784,)).astype(jnp.float32))
         self.linear = nnx.Linear(784, 10, rngs=rngs)
@@ -182,8 +180,6 @@ def comparison(compare_toy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gates_run(tmp_path_factory):
-    """Return a function that runs an experiment and returns (exit code, output, folder)."""
-
     def run(experiment, *options):
         folder, output = tmp_path_factory.mktemp(experiment) / "run", []
         with pytest.MonkeyPatch.context() as patch:

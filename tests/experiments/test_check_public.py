@@ -1,5 +1,3 @@
-"""The module's command takes three seeds and added data."""
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""A script replaces compute-sanitizer."""
-
 import json
 import sys
 from types import SimpleNamespace

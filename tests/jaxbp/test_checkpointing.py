@@ -15,8 +15,6 @@ POLICIES = ["states", 1, 3, 50, "logarithmic"]
 
 
 def walk(weights, memory, scan=None, **options):
-    """The carry, xs, and ys have integers and floats, and the body closes over weights."""
-
     def body(carry, x):
         s, count = carry
         s = jnp.tanh(weights @ s + 0.5 * x["a"])
@@ -149,7 +147,6 @@ def test_layers_have_their_values_and_gradients_under_every_policy(memory):
 def test_64_layers_need_the_memory_that_is_documented(memory, states):
     weights, x = stack(64, 8)
     compiled = jax.jit(jax.grad(loss_of), static_argnums=2).lower(weights, x, memory).compile()
-    # A gradient and one layer's intermediate results take memory, too.
     assert states <= compiled.memory_analysis().temp_size_in_bytes / x.nbytes <= states + 2
 
 

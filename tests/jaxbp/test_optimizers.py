@@ -198,7 +198,7 @@ def trained(optimizer, params, grads):
 def test_a_step_is_one_launch_a_dtype(name):
     optimizer = PAIRS[name][0](implementation="pallas")
     params, grads = drawn(SHAPES), drawn(SHAPES, seed=1)
-    groups = 2 if "mask" in name else 1  # parameters that decay, and others
+    groups = 2 if "mask" in name else 1
     assert cuda_program(optimizer.apply, grads, optimizer.init(params), params).count("@mosaic_gpu") == groups
     if name == "arrays":
         return  # arrays in float32 would change the dtype of a bfloat16 state

@@ -204,7 +204,6 @@ def test_with_jit_calls_outside_of_it_are_compiled_once_for_their_shapes_and_opt
         assert y.dtype == X.dtype
         assert_close(pair.vjp(X, X, k=k, implementation=implementation), k * cube_gradient(X, X), "float32")
     call(np.ones((2, 3), np.float32), k=1), call(np.ones((2, 3), np.float32), k=1)
-    # There are three options and two shapes. Under "autodiff", the gradient also calls the forward.
     assert len(traces) == (4 if implementation != "autodiff" else 7)
     assert all(isinstance(x, jax.core.Tracer) for (x, *_) in (*traces, *backwards))
 
@@ -428,7 +427,7 @@ def scaled_by_option(x, *, f):
 
 @pytest.fixture
 def few_objects():
-    """Exclude objects of earlier tests from garbage collection, which makes counting live objects fast."""
+    """Exclude objects of earlier tests, which would slow the count of live objects."""
     gc.freeze()
 
 
@@ -476,7 +475,6 @@ def test_pairs_over_arrays_are_let_go_with_their_arrays(implementation):
 # -------------------------------------------------------------------------------------- the choice of an implementation
 
 POINTS = jnp.linspace(-1, 1, 5)
-# A function identifies each implementation in a program.
 MARKS = {"pallas": jnp.tan, "xla": jnp.sin, "autodiff": jnp.cos}
 MARK = {"tan": "pallas", "sine": "xla", "cosine": "autodiff"}
 
@@ -783,7 +781,6 @@ def test_none_may_stand_for_the_gradient_of_any_part_of_a_pytree():
 
 
 def counting_residual(x, counts):
-    """Return exp(x), by a function that counts its runs and runs only when its result is needed."""
     count = lambda x: (counts.append(1), np.exp(x))[1]  # noqa: E731
     return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 

@@ -145,7 +145,7 @@ def test_a_pair_of_a_users_own_works_on_a_mesh(shared, axes):
 
 @pytest.mark.parametrize("implementation", ["pallas", "xla", "autodiff", None])
 def test_pools_on_explicit_axes_are_sharded_as_the_images(implementation):
-    of_convolution = "xla" if implementation == "pallas" else implementation  # its kernels are slow in the interpreter
+    of_convolution = "xla" if implementation == "pallas" else implementation
     (images,), (w,) = normal((8, 2, 5, 5)), normal((3, 2, 2, 2), seed=1)
 
     @jax.jit

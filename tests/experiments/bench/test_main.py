@@ -50,7 +50,7 @@ def test_after_the_time_limit_no_row_is_started_and_the_report_names_what_is_mis
     assert code == 0 and report["rows"] == []
     assert not report["complete"] and report["missing"] == [f"{title}, xla", f"{title}, autodiff"]
 
-    moments = iter([0.0, 1.0, 1.0])  # the start, the case, the first row, the second row
+    moments = iter([0.0, 1.0, 1.0])
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(moments, 9.0)))
     quickly("--time-limit", "5", "--json", str(path))
     report = json.loads(path.read_text())

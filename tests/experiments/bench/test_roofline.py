@@ -36,7 +36,6 @@ def test_bytes_and_operations_are_those_counted_by_hand(workload_at, op, place, 
 
 def test_lenets_operations_are_those_of_its_layers(workload_at):
     layers = [24 * 24 * 6 * 25, 8 * 8 * 16 * 6 * 25, 256 * 120, 120 * 84, 84 * 10]
-    # A forward, a gradient of the weights, and one of the input, except for the images.
     assert cost(workload_at("lenet"), BATCH, "float32").operations == BATCH * 2 * (3 * sum(layers) - layers[0])
 
 

@@ -20,7 +20,7 @@ def test_an_op_is_measured_and_a_second_run_goes_on(tmp_path, monkeypatch):
     report = json.loads(path.read_text())
     assert report["passed"] and [row["op"] for row in report["rows"]] == ["sigmoid", "sigmoid_backward"]
     assert all(row["places"] == 2 and row["implementation"] == "xla" for row in report["rows"])
-    monkeypatch.setattr(accuracy, "accuracy", None)  # a second measurement would fail
+    monkeypatch.setattr(accuracy, "accuracy", None)
     assert check.main(run) == 0
 
 
@@ -49,7 +49,7 @@ SLIGHTLY_BEYOND = {
     ("group_norm_backward", "float16", "xla"): 1.15,
     ("linear_softmax_cross_entropy", "float32", "xla"): 1.2,
 }
-"""The largest permitted ratio of a known fault's error to the allowed error."""
+"""Largest permitted ratio of an error to the allowed error, for known faults."""
 
 
 def test_the_committed_rows_are_of_every_op_and_none_is_too_far():

@@ -22,7 +22,6 @@ def test_devices_share_the_kernels_and_sum_the_gradients_once(tmp_path):
     rows = json.loads(found.read_text())["rows"]
     assert [row["overlapping"] for row in rows] == [False, True] * 3
     for row in rows:
-        # Moving examples between devices would be an all-gather.
         assert row["collectives"].keys() == {"all-reduce"} and row["kernels"] >= 6
         sums = row["collectives"]["all-reduce"]
         assert sums > 1 and row["kernels_meanwhile"] > 0 if row["overlapping"] else sums == 1

@@ -16,12 +16,11 @@ from experiments.training import checkpoints, curves, run_directory
 from experiments.training.loop import TIMINGS
 
 POSITIONS = 2
-"""Positions at which a bit is flipped."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """Compile the toy model once, write equal arrays once, draw no curves, and wait for no disk."""
+    """To save time, compile once, write equal arrays once, draw no curves, and wait for no disk."""
     save, written = checkpoints.save_state, []
 
     def saved(folder, arrays):
@@ -90,7 +89,6 @@ PLACES = {
     "finished": ("config.json", "metrics.jsonl", "curves.png", "files.sha256", "checkpoints/3", "checkpoints/4"),
     "cut": ("config.json", "metrics.jsonl", "checkpoints/2", "checkpoints/3"),
 }
-"""Run -> the damaged files, and the folders of damaged files."""
 NEWEST = {"finished": "checkpoints/4", "cut": "checkpoints/3"}
 CASES = [(run, place) for run, places in PLACES.items() for place in places]
 

@@ -35,7 +35,7 @@ def port():
     The port before them is held, to keep other tests from both. Two coordinators on one port would not notice each
     other.
     """
-    for port in itertools.count(20001, 3):  # below the ports that the system assigns
+    for port in itertools.count(20001, 3):
         with socket.socket() as held, socket.socket() as free, socket.socket() as free_after:
             try:
                 held.bind(("127.0.0.1", port - 1))
@@ -51,7 +51,6 @@ def port():
 
 @pytest.fixture
 def start(monkeypatch, port):
-    """Return a function that starts two processes."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "experiments"))))
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -122,7 +121,6 @@ def test_a_killed_process_ends_the_other_with_a_line(start, port, tmp_path, kill
 
 @pytest.fixture
 def waiting(port, monkeypatch):
-    """Return a function that connects and sends bytes, and the result of process 0's wait."""
     monkeypatch.setenv(TOKEN, "the token")
     monkeypatch.setattr(processes, "INTRODUCTION_SECONDS", 1)
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as links:

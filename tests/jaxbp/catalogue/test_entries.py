@@ -45,7 +45,7 @@ NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
 
 PAIRS = [name for name in NAMES if not re.search("_backward|_with_", name)]
-"""The ops with a hand-written backward. They call all kernels, and suffice for slow tests."""
+"""Ops with a hand-written backward. They call all kernels, and suffice for slow tests."""
 
 every_op = pytest.mark.parametrize("name", NAMES)
 every_pair = pytest.mark.parametrize("name", PAIRS)
@@ -87,8 +87,6 @@ def _gradient_of_sines(name, implementation, arrays):
 
 @functools.cache
 def _hessian_products(name, implementation):
-    """Multiply by the Hessian of the results' summed sines, by two modes."""
-
     @jax.jit
     def run(arrays, direction):
         function, values = of_floats(op_of(name, None, implementation), arrays), floats(arrays)
@@ -165,10 +163,10 @@ def test_half_precisions_match_float64_and_stay(name, dtype, implementation):
 
 
 def _for_the_interpreter():
-    """Yield each pair at its smallest real place, also as kernels where a CPU interprets them quickly."""
+    """Yield each pair as a formula, and as kernels where a CPU interprets them quickly."""
     for name in PAIRS:
         place = min(ENTRIES[name].real, key=functools.partial(_size, name))
-        if name != "automaton_step":  # 19 layers of one formula, which test_automaton_rollout.py has in float64
+        if name != "automaton_step":
             yield name, place, "xla"
         if _size(name, place) < 2**16:
             yield name, place, "pallas"
@@ -275,7 +273,7 @@ def test_kernels_lower_for_cuda_without_a_gpu_and_promote_no_dtype(name, place, 
 
 
 def _left_to_xla(name, place, dtype):
-    """Adjacent windows gain nothing from kernels. Some products have only tensor-core kernels."""
+    """For adjacent windows, no kernel is faster than XLA. Some products have only tensor-core kernels."""
     if name.startswith("mlp_"):
         return True
     if name.startswith(("max_pool2d", "logic_or_pool2d")):
@@ -293,7 +291,6 @@ def test_float32_kernels_lower_for_cuda_under_x64(name):
 def test_kernels_stay_in_bounds_and_write_every_output_in_the_simulator(name):
     if name in ("conv2d_relu_max_pool2d", "gate_layer") and jax.__version_info__ < (0, 12):
         pytest.skip("older simulators lack layouts of shared memory")
-    # The simulator raises on an access out of bounds, and starts outputs as NaN.
     with on_the_cpu(), simulated():
         result = jax.block_until_ready(compiled(name, None, "pallas")(*drawn(name)))
     assert_close(result, reference(name), "float32")
@@ -339,7 +336,7 @@ def test_unknown_implementation_is_refused(name):
 @every_pair_of_ours
 def test_without_jit_the_gradients_are_the_same(name, implementation):
     if (name, implementation) == ("automaton_step", "xla"):
-        return  # JAX compiles each operation on its own, and nearly all are also operations of gate_layer
+        return  # nearly all operations are also operations of gate_layer
     arrays, cotangents = drawn(name)
     _, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))
     assert_close(vjp(cotangents), compiled(name, None, implementation)(arrays, cotangents)[1], "float32")

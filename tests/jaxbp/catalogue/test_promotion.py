@@ -20,11 +20,10 @@ import jaxbp
 from jaxbp.common.checks import KERNEL_DTYPES
 
 BROADCASTING = ("add", "subtract", "multiply", "divide", "power", "maximum", "minimum")
-"""The table calls them with arrays of different ranks."""
+"""Ops that the table calls with arrays of different ranks."""
 
 
 def trace(name, implementation, dtype):
-    """test_entries.py lowers the bodies of kernels without promotion."""
     arrays = ENTRIES[name].small.structs(2, jnp.dtype(dtype))
     if name.removesuffix("_backward") in BROADCASTING:
         ndim = max(a.ndim for a in jax.tree.leaves(arrays))
@@ -49,15 +48,14 @@ def test_arrays_of_different_ranks_are_refused_as_by_jax(name):
 
 HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
 LOGIC = ("gate_layer", "logic_conv2d", "automaton")
-"""Their results have the dtype of x or of the state."""
+"""Ops whose results have the dtype of x or of the state."""
 CONVERTED = ("sigmoid_binary_cross_entropy",)
-"""They convert labels to the dtype of the logits, as Optax does."""
+"""Ops that convert labels to the dtype of the logits, as Optax does."""
 WITHOUT_ARGUMENT = ("conv2d_backward_input", "conv2d_backward_weights")
-"""They do not take the array whose gradient they return."""
+"""Backwards that do not take the array whose gradient they return."""
 
 
 def mixed(tree, *dtypes):
-    """The last dtype is repeated."""
     arrays = floats(tree)
     dtypes = (*dtypes, *dtypes[-1:] * len(arrays))
     return with_floats(tree, [_of_dtype(a, dtype) for a, dtype in zip(arrays, dtypes, strict=False)])

@@ -35,7 +35,6 @@ def layers(*sizes):
     ]
 
 
-# Name -> the shape, the convolutions, and the layers of a circuit.
 PARTS = {
     "padding and pools that leave a row over": (
         (2, 7, 6),
@@ -106,7 +105,7 @@ def expected(name, x):
 @all_circuits
 def test_words_are_evaluated_as_every_place_is(name):
     circuit = CIRCUITS[name]
-    bits = samples(circuit, 1030)  # more samples than are evaluated at once
+    bits = samples(circuit, 1030)
     y = circuit(bits)
     assert y.shape == (1030, circuit.outputs)
     assert len(np.unique(y, axis=0)) > 1 or name == "pass-throughs and constants"
@@ -139,8 +138,7 @@ def test_one_netlist_has_all_places(name):
 
 def test_gates_are_counted_once_a_kernel_and_once_a_place():
     assert FIRST.gates == 5 * 7 + 4 * 3 + 50
-    # Pools of 3 x 3 have 6 x 6 of the first layer's 7 x 6 positions. Pools of 2 x 1 have 2 x 2 of the second layer's 2
-    # x 3.
+    # Pools cover 6 x 6 of the first layer's 7 x 6 positions, and 2 x 2 of the second layer's 2 x 3 positions.
     assert FIRST.placed_gates == 5 * (36 * 7 + 9 * 3) + 4 * (4 * 3 + 2 * 1) + 50
     (first, second), layers = PARTS["padding and pools that leave a row over"][1:]
     counted = [np.bincount(np.ravel(part[0]), minlength=16).tolist() for part in (first, second, *layers)]

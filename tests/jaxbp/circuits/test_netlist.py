@@ -69,7 +69,7 @@ def test_gates_of_a_group_have_one_function_and_do_not_read_each_other():
 
 
 def assert_simplified(netlist, before):
-    """Every gate is needed and occurs once. Only outputs are constants, pass-throughs, or inverters."""
+    """Only outputs may be constants, pass-throughs, or inverters."""
     read = {*netlist.a.tolist(), *netlist.b.tolist()}
     outputs = set(netlist.results.tolist())
     assert {netlist.inputs + g for g in range(len(netlist))} <= read | outputs
@@ -87,7 +87,7 @@ def assert_simplified(netlist, before):
 
 
 def every_three_gates(inputs, first, second):
-    """The outputs are h(f(first), g(second)) for every f, g, and h."""
+    """The netlist's outputs are h(f(first), g(second)) for every f, g, and h."""
     f, g, h = (a.ravel() for a in np.indices((16, 16, 16)))
     one = np.arange(16)
     return Netlist.from_gates(
@@ -103,7 +103,7 @@ def test_every_circuit_of_three_gates_on_two_inputs_is_a_function_of_them(by):
     netlist, rows = every_three_gates(2, (0, 1), (1, 0)), every_row(2)
     simple = netlist.simplify()
     assert np.array_equal(truth(simple, rows), truth(netlist, rows))
-    assert len(simple) == 14  # the 16 functions without the two inputs
+    assert len(simple) == 14
     assert_simplified(simple, netlist)
 
 

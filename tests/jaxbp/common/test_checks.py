@@ -1,5 +1,3 @@
-"""`test_bad_input.py` has the errors of single ops."""
-
 import functools
 import inspect
 import re
@@ -25,7 +23,7 @@ def test_floating_arrays_are_promoted_and_a_bias_may_be_none():
     one, half, whole = jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int32)
     assert [a.dtype for a in checks.floating("op", x=half, w=one)] == [jnp.float32] * 2
     assert [a.dtype for a in checks.floating("op", x=half, w=half.astype(jnp.float16))] == [jnp.float32] * 2
-    number = jnp.asarray(2.0)  # weakly typed, like a Python number
+    number = jnp.asarray(2.0)  # weakly typed
     assert [a.dtype for a in checks.floating("op", x=half, w=number)] == [jnp.bfloat16] * 2
     message = "op: x has dtype int32; wants a floating dtype, say x.astype(jnp.float32)"
     refuses(TypeError, message, checks.floating, x=whole)

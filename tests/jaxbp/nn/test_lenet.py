@@ -75,7 +75,6 @@ def build(implementation="xla", dtype=jnp.float32, fused=False):
 
 
 def lenet(implementation="xla", dtype=jnp.float32, fused=False):
-    """Return (`logits(parameters, images)`, `losses(parameters, images, labels)`, parameters)."""
     graph, parameters = nnx.split(build(implementation, dtype, fused))
 
     def logits(parameters, images):
@@ -252,7 +251,7 @@ def test_the_backward_keeps_the_tables_tensors_and_nothing_else(implementation, 
     backward = jax.eval_shape(lambda p: jax.vjp(lambda p: losses(p, images, labels), p)[1], parameters)
     kept = collections.Counter(map(struct, jax.tree.leaves(backward)))
     kept -= collections.Counter(map(struct, [*jax.tree.leaves(parameters), labels]))
-    if implementation == "pallas" and not fused:  # the largest logit of each row, and the sum of the exponentials
+    if implementation == "pallas" and not fused:  # maximum and sum of exponentials per row of logits
         kept -= collections.Counter({((3,), "float32"): 2})
     assert kept == collections.Counter((row.shape, row.dtype) for row in rows("saved", 3, fused).values())
 
@@ -277,7 +276,7 @@ def test_activation_gradients_are_those_of_the_table(fused):
 
     gradients, whole = stage_by_stage(images)
     gradients = dict(zip(reversed(stages), gradients, strict=True))
-    assert relative_error(gradients.pop("conv1.input"), whole) < 1e-6  # the stages make up LeNet
+    assert relative_error(gradients.pop("conv1.input"), whole) < 1e-6
     if fused:
         gradients = _gradients_within_the_dense_layers(model, images, labels) | gradients
     assert [(name, *struct(a)) for name, a in gradients.items()] == [
@@ -332,7 +331,6 @@ def test_a_batch_without_images_is_refused(batch):
 BATCH = 128
 """A multiple of a warpgroup's threads, so that results have no padding."""
 
-# Backward -> the names in the table of the gradients that it computes.
 RESULTS = {
     "softmax_cross_entropy_backward": r"logits",
     "linear_backward": r"fc\d\.(weight|bias|input)",
@@ -347,7 +345,7 @@ RESULTS = {
 def steps_of_the_backward(program):
     """Yield (scope, number of values in the result) for each kernel of a backward.
 
-    A pool with adjacent windows ends in XLA's backward with a reshape, which is also a step.
+    Where XLA computes the backward of a pool, the step is a reshape.
     """
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
@@ -358,7 +356,6 @@ def steps_of_the_backward(program):
 
 
 def named(scope, size):
-    """Return the largest gradient of the step's op whose size divides `size`."""
     names = [re.sub(r"^jvp\((\w+)\)$", r"\1", name) for name in scope.split("/")]
     op = next(op for op in reversed(names) if op in RESULTS)
     sizes = {row.name: math.prod(row.shape) for row in lenet_memory_table(BATCH) if row.kind != "saved"}
@@ -383,5 +380,5 @@ def test_the_gradient_in_the_images_is_computed_only_when_asked_for(argument, pr
         gradient = jax.jit(jax.grad(loss, ("parameters", "images").index(argument)))
         program = gradient.lower(parameters, *draw(3)).compile().as_text()
     in_scope = [line for line in program.splitlines() if "/conv2d_backward_input/" in line]
-    assert any("[3,6,12,12]" in line for line in in_scope)  # the input gradient of conv2 is always needed
+    assert any("[3,6,12,12]" in line for line in in_scope)
     assert any("[3,1,28,28]" in line for line in in_scope) == present

@@ -142,7 +142,7 @@ def test_layers_may_be_sharded_over_their_gates(implementation):
     gathered = set(re.findall(r"(\S+)\{[\d,]*\} all-gather", eight.as_text()))
     if implementation == "xla":  # outputs of layers are gathered, but no parameters
         assert "f32[256,32]" in gathered and not gathered & {"f32[256,16]", "f32[256,4]", "f32[4,256]"}
-        of_outputs = 256 * 32 * 4  # bytes of one layer
+        of_outputs = 256 * 32 * 4
         assert memory[1].temp_size_in_bytes < min(3 * of_outputs, memory[0].temp_size_in_bytes)
     else:
         assert gathered == {"f32[256,4]"}

@@ -60,7 +60,7 @@ def test_gradients_agree_with_float64(implementation):
     _, parameters = mixer(blocks=1)
     actual = gradients(implementation, jnp.float32)(parameters, images)
     expected = in_float64(gradients("autodiff", jnp.float64), parameters, images)
-    # The norms remove a bias along the patches, whose gradient is zero.
+    # The norms remove a bias along the patches, so its gradient is zero.
     assert_close(flat(actual), flat(expected), "float32")
 
 

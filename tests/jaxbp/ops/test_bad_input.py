@@ -6,7 +6,6 @@ import jaxbp
 
 # For conv2d: two images of three channels, four filters.
 X, W, DY = (np.zeros(shape, np.float32) for shape in ((2, 3, 5, 6), (4, 3, 3, 2), (2, 4, 3, 5)))
-# For max_pool2d with windows of 2 x 2.
 POOL_DY, INDICES = np.zeros((2, 3, 2, 3), np.float32), np.zeros((2, 3, 2, 3), np.uint8)
 
 

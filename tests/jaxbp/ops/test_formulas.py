@@ -1,4 +1,4 @@
-"""The formulas of ops that share kernels and pairing with another entry of the table.
+"""Formulas of ops that share kernels and pairing with another entry.
 
 One program per formula, not per family, would take ten times as long.
 """
@@ -76,7 +76,6 @@ def compiled_family(family, implementation, public=False):
         gradients = vjp(cotangents)
         if not public:
             return y, gradients
-        # A public backward takes the gradient with respect to the first result.
         first = vjp([cotangents[0], *map(jnp.zeros_like, cotangents[1:])]) if len(cotangents) > 1 else gradients
         return y, gradients, public_backward(name, implementation, arrays, cotangents[0]), first
 
@@ -106,7 +105,7 @@ def test_autodiff_matches_finite_differences(family):
     """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         at, direction = drawn_family(family, "float64"), directions(family, "float64")
-        run = compiled_family(family, "autodiff", public=True)  # the program of `family_reference`
+        run = compiled_family(family, "autodiff", public=True)
         here, ahead, behind = (run(moved(at, direction, by)) for by in (0, 1e-5, -1e-5))
         for name, (_, cotangents) in at.items():
             difference = (dot(cotangents, ahead[name][0]) - dot(cotangents, behind[name][0])) / 2e-5
@@ -150,7 +149,6 @@ def _check(name, result, reference, tolerance):
 
 @every_family
 def test_first_and_second_derivatives_of_the_formulas_match_finite_differences(family):
-    # The derivative of a kernel is the formula's, as the ops that are tested in full show.
     with jax.enable_x64(True):
         arrays = {name: arrays for name, (arrays, _) in drawn_family(family, "float64").items()}
     functions = {name: of_floats(op_of(name, None, "xla"), a) for name, a in arrays.items()}
@@ -170,7 +168,6 @@ def test_kernels_lower_for_cuda_without_a_gpu(name, dtype):
 
 
 def _apart(name):
-    """Return whether a half precision has too few distinct values for the op's arguments."""
     return any(argument.apart for case in ENTRIES[name].real.values() for argument in case.floats)
 
 
@@ -370,7 +367,7 @@ def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
 
 
-# Second derivatives where a derivative jumps or is infinite: taken on the first derivative's side, never NaN.
+# Where a derivative jumps or is infinite, the second derivative is taken on the first derivative's side.
 SECOND = {
     # op -> (options, argument, other arguments, second derivative with respect to the argument)
     "binary_cross_entropy": ({}, [0.0, 1.0, 0.5], [[0.0, 1.0, 0.0]], [1, 1, 4]),

@@ -40,7 +40,7 @@ EXAMPLES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an op, and the same call of its twin.
+    """A call of an op, and the same call of its twin in another library.
 
     Attributes:
       arrays: the arguments, whose first axis is the batch.
@@ -349,7 +349,7 @@ def test_kernels_refuse_by_name_what_they_do_not_take(name):
 
 
 SLOPES = ("leaky_relu", "elu")
-"""In them, a number, even as an array, does not change the dtype."""
+"""Ops in which a number, even as an array, does not change the dtype."""
 FLOAT_LABELS = Case(jaxbp.sigmoid_binary_cross_entropy, optax.sigmoid_binary_cross_entropy, (X, WEIGHTS))
 
 
@@ -387,7 +387,6 @@ def test_excluded_entries_are_never_read(family, implementation):
 
 
 def _spoiled(case, arrays, cotangents):
-    """Put NaN, or labels that are no class, where the mask excludes an entry."""
     arrays = list(arrays)
     for i in case.masked:
         excluded = jnp.asarray(np.nan if is_float(arrays[i]) else -100, arrays[i].dtype)
@@ -565,7 +564,6 @@ def test_the_book_lists_every_difference_between_the_arguments(op):
     if not is_layer:
         assert listed == different | (our_defaults.keys() ^ defaults.keys())
         return
-    # A layer also has arguments for its parameters, and an op for the arrays of a layer.
     assert listed >= different - {"scale", "bias"}
     assert listed <= our_defaults.keys() | defaults.keys()
     assert our_defaults.keys() - defaults.keys() - {"x", "scale", "bias"} <= listed

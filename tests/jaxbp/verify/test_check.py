@@ -323,8 +323,10 @@ def equal_but_for_rounding(a, b):
 
 
 def by_other_roundings(share):
-    """Its backward adds up each argument in the other order. The gradient of a is `share(u, v) dy` for the sums u of a
-    and v of b."""
+    """The backward adds up each argument in the other order.
+
+    The gradient of a is `share(u, v) dy`, where u and v are the sums of a and b.
+    """
 
     def backward(dy, a, b):
         u, v = last_two_first(a), first_two_first(b)

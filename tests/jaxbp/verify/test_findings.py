@@ -56,8 +56,6 @@ def test_a_dtype_that_jax_does_not_support_is_not_tried(name):
 
 
 def test_an_error_of_a_librarys_rule_in_a_dtype_of_the_check_is_not_a_failure():
-    """Such as `optax.losses.multiclass_sparsemax_loss` in bfloat16."""
-
     @jax.custom_jvp
     def sine(x):
         return jnp.sin(x)

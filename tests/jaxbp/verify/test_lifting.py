@@ -34,7 +34,6 @@ def on_a_mesh(function):
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows"))
 
 
-# Each program takes a function that narrows its argument, or the identity.
 PROGRAMS = {
     "conversion": lambda narrow, x: jnp.sin(narrow(x)),
     "jit": lambda narrow, x: jax.jit(lambda x: jnp.sin(narrow(x)))(x),

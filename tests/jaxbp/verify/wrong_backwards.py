@@ -1,4 +1,4 @@
-"""Wrong backwards from other projects and common texts, each rewritten as a small pair. This command writes the page:
+"""Wrong backwards from other projects and common texts, each rewritten as a small pair. To write their page:
 
 PYTHONPATH=. python tests/jaxbp/verify/wrong_backwards.py > docs/wrong_backwards.md
 """
@@ -53,7 +53,6 @@ class WrongBackward:
 
 
 def said(row: CheckRow) -> str:
-    """Describe a failure without numbers, because their last digits differ between machines."""
     return "; ".join(filter(None, (f"`{row.argument}`, {row.data}", row.reason)))
 
 

@@ -20,7 +20,6 @@ def lax_correlate(x, w, stride):
     return jax.lax.conv_general_dilated(x, w, stride, "VALID", dimension_numbers=("CHWN", "OIHW", "CHWN"))
 
 
-# (filters, channels, filter size, input size, stride)
 SIZES = [
     (2, 1, (13, 13), (13, 14), (1, 1)),
     (1, 2, (1, 200), (2, 201), (1, 1)),

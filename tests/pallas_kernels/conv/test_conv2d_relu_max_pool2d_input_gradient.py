@@ -22,9 +22,7 @@ def input_gradient_in_float64(dy, place, w, window=WINDOW):
     return dx
 
 
-@pytest.mark.parametrize(
-    ("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)]
-)  # the block has 2 input channels, 3 cells per row, and 3 output channels
+@pytest.mark.parametrize(("channels", "cells", "ahead"), [(2, 3, 1), (1, 3, 3), (2, 2, 1), (2, 1, 1), (1, 1, 3)])
 def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channels, cells, ahead):
     (dy, place, x), (w,) = operands("small", 2 * LANES), normal((3, 2, 3, 3), seed=3)
     config = InputGradientConfig(channels, cells, ahead)
@@ -39,7 +37,7 @@ def test_the_input_gradient_is_right_for_rows_of_cells_and_parts_of_them(channel
     ("window", "windows", "filters", "beyond"),
     [
         ((1, 2), (2, 7), (3, 3), (0, 0)),
-        ((3, 2), (2, 2), (2, 5), (1, 4)),  # filters are lower than windows, and no window reaches some cells
+        ((3, 2), (2, 2), (2, 5), (1, 4)),  # no window reaches some cells
         ((2, 3), (1, 5), (4, 1), (0, 1)),
         ((2, 2), (3, 1), (1, 1), (2, 0)),
     ],

@@ -30,7 +30,7 @@ def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
 
 
 def integers(*shapes):
-    """Their products and sums are exact on the tensor cores."""
+    """Products and sums of small integers are exact on the tensor cores."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 

@@ -28,7 +28,7 @@ def operands(draw, K, P, Q, C, F, *, N=LANES, dtype="float32"):
 
 
 def integers(*shapes):
-    """Their products and sums are exact on the tensor cores."""
+    """Products and sums of small integers are exact on the tensor cores."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
@@ -51,7 +51,7 @@ def pooled_shapes(block, N=LANES):
 
 
 # Rows of the image form the tiles of "image" (one CTA for a window's positions) and "lenet1" (two). In the other
-# blocks, rows of the routed gradient do.
+# blocks, rows of the routed gradient form the tiles.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),
@@ -88,7 +88,7 @@ def test_rows_that_do_not_come_in_eights_are_refused():
 
 def test_a_convolution_takes_rows_of_a_channel_that_come_in_eights():
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 8, 6, LANES), (8, 8, 8, LANES)))
-    # A CTA with one or two rows of six columns would copy 6 or 12 rows per channel, which is no multiple of 8.
+    # A CTA would copy 6 or 12 rows per channel, which is no multiple of 8.
     assert tensor_cores.correlate_batch.unsupported(dy, x) is not None
     dy, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8, 8, LANES), (6, 12, 12, LANES)))
     assert tensor_cores.correlate_batch.heuristic(dy, x) == Config(2, 2, images_on_left=False, stages=3)

@@ -70,7 +70,7 @@ def test_a_body_is_traced_once(monkeypatch):
         traced.append(i)
         double(x_ref, y_ref, i=i)
 
-    with ThreadPoolExecutor(1) as threads:  # on exit, it waits for the compilations
+    with ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(compilation, "_threads", lambda: threads)
         assert "mosaic_gpu" in cuda_program(lambda x: run(body, x), rows())
     assert len(traced) == len(compiled) == 1

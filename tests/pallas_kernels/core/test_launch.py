@@ -108,7 +108,7 @@ def test_an_example_that_is_the_same_for_all_is_not_copied_by_vmap():
 
 
 def doubled_and_half(x):
-    """Compute x / 2 and 2 x. 2 x may reuse x's memory."""
+    """Compute x / 2 and 2 x, where 2 x may reuse x's memory."""
 
     def body(x_ref, half_ref, double_ref, *, i):
         value = x_ref[i]

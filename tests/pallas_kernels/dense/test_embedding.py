@@ -7,8 +7,7 @@ from pallas_kernels.core.simulator import simulated
 from pallas_kernels.dense.embedding import Config, table_gradient
 
 LENGTHS = np.array([3, 0, 21, 1, 4, 70, 29, 64])
-"""Runs of none, one, some, and more tokens than a group in flight. The run of 70 tokens exceeds the least length of a
-long run, 64. The run of 64 tokens begins at a multiple of 64."""
+"""Runs of tokens, some longer than a group in flight. A long run has at least 64 tokens."""
 STARTS = np.array([0, *np.cumsum(LENGTHS)], np.int32)
 ORDER = np.random.default_rng(0).permutation(STARTS[-1]).astype(np.int32)
 

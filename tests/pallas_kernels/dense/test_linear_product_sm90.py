@@ -1,5 +1,3 @@
-"""test_linear_sm90.py has the other tests of the pipeline."""
-
 from pallas_kernels.dense import linear_product_sm90
 
 

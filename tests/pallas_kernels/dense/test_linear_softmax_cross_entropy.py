@@ -103,7 +103,7 @@ def test_columns_that_are_no_vectors_are_unsupported():
 @pytest.mark.parametrize("columns", [128, 1024, 32000, 128256, 151936])
 def test_gpu_statistics_and_gradients_match_float64_and_repeat_their_bits(columns, dtype):
     classes, options = columns - 5, OPTIONS
-    arguments = drawn(columns, classes, dtype, bias=True, rows=min(2000, 2**26 // columns))  # all CTAs are busy
+    arguments = drawn(columns, classes, dtype, bias=True, rows=min(2000, 2**26 // columns))
     run = jax.jit(lambda *a: both(*a, classes=classes, **options))
     *found, dlogits = run(*arguments)
     wanted, dz = expected(*arguments, classes, **options)

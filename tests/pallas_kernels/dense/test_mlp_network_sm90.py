@@ -1,5 +1,3 @@
-"""test_mlp_softmax_cross_entropy_sm90.py has the other tests of the network."""
-
 from pallas_kernels.dense.mlp_network_sm90 import row_widths
 
 

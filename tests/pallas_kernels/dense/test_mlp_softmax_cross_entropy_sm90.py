@@ -184,7 +184,6 @@ def test_gradients_at_once_are_0_where_the_label_is_no_class():
 def test_what_they_take(sizes, N, dtype, reason, on_hopper):
     x, labels, weights, biases = structs(sizes, N, dtype)
     logits = jax.ShapeDtypeStruct((N, row_widths(sizes)[-1]), dtype)
-    # The check ignores the results of hidden layers.
     found = kernels.forward.unsupported(x, labels, weights, biases)
     backward = kernels.backward.unsupported(jax.ShapeDtypeStruct((N,), dtype), labels, logits, (), weights)
     assert found == backward

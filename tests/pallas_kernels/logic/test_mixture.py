@@ -20,7 +20,7 @@ def operands(count, scale=1.0):
     return dc, scale * logits
 
 
-@pytest.mark.parametrize("count", [1, 128, 150])  # less than one CTA, exactly one, and more than one
+@pytest.mark.parametrize("count", [1, 128, 150])
 def test_the_simulator_finds_them_right(count):
     dc, logits = operands(count)
     with on_the_cpu(), simulated():

@@ -1,5 +1,3 @@
-"""test_logic_conv2d.py has the other tests of this kernel."""
-
 import os
 import subprocess
 import sys

@@ -17,8 +17,7 @@ def assert_right():
 
 
 def run(kernels, dy, x, scale, bias, *, center, known, configs):
-    """Return the forward's (y, statistics) and the backward's (gradients, y). The backward gets the statistics if
-    `known`."""
+    """Return (y, statistics) and (gradients, y). The backward gets the statistics if `known`."""
     options = dict(eps=1e-5, center=center)
     bias, (forward, backward) = bias if center else None, configs
     y, *statistics = kernels.normalise(x, scale, bias, **options, config=forward)

@@ -77,7 +77,7 @@ def test_a_run_resumes_to_the_same_bits(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "REPORTS", {})
     train.train(config)
     lines = [(c.run_dir / "metrics.jsonl").read_text().splitlines()[-1] for c in (whole, config)]
-    assert lines[0] != lines[1]  # the times differ
+    assert lines[0] != lines[1]
     assert metrics(config) == metrics(whole) and len(metrics(whole)) == 4
 
 
@@ -106,8 +106,6 @@ def test_every_setting_is_an_option_of_the_command_line(tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Squares(CheckerboardConfig):
-    """The pattern that the checkerboard of `cells.py` grows."""
-
     grid: ClassVar = (6, 5)
     channels: ClassVar = 2
     steps: ClassVar = 12

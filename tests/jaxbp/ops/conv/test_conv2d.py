@@ -28,7 +28,7 @@ LAX = dict(dimension_numbers=("NCHW", "OIHW", "NCHW"))
 def test_weight_gradient_of_a_5x5_input_with_a_3x3_filter_is_that_worked_out_by_hand(implementation):
     x = jnp.arange(25.0).reshape(1, 1, 5, 5)
     dy = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, -1.0, 0.0]])[None, None]
-    # x[i, j] = 5 i + j, so dw[u, v] = (5 u + v) + 2 (5 u + v + 7) - (5 u + v + 11) = 2 (5 u + v) + 3.
+    # x[i, j] = 5 i + j, so dw[u, v] = (5 u + v) + 2 (5 u + v + 7) - (5 u + v + 11).
     dw = [[3.0, 5.0, 7.0], [13.0, 15.0, 17.0], [23.0, 25.0, 27.0]]
     _, gradient, _ = gradients_of(
         conv2d, (x, jnp.ones((1, 1, 3, 3)), jnp.zeros(1)), [dy], implementation=implementation
@@ -115,7 +115,7 @@ def test_pallas_refuses_dilation_and_groups_by_name(named, options):
 
 @every_unsupported
 def test_none_falls_back_quietly_for_dilation_and_groups_on_a_gpu(named, options, on_hopper):
-    launch._warn_interpreted.cache_clear()  # an earlier test may have warned
+    launch._warn_interpreted.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="jaxbp")
         for call in _calls(options).values():

@@ -21,7 +21,7 @@ def _small_input_gradient(dtype="float32", **options):
 @pytest.mark.parametrize(
     ("dtype", "precision", "found"),
     [
-        ("float32", None, "mosaic_gpu"),  # the tests set the default to the highest
+        ("float32", None, "mosaic_gpu"),
         ("float32", "float32", "mosaic_gpu"),
         ("float32", (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST), "mosaic_gpu"),
         ("float32", "default", "dot_general"),

@@ -99,7 +99,6 @@ def test_only_hopper_gets_kernels_with_its_own_tensor_core_instructions(implemen
     with targeting(gpu):
         program = cuda_program(backward(implementation), dy, places, x, w)
     assert ("wgmma" in program) == (gpu is HOPPER)
-    # A kernel computes dx, or cuBLAS computes it as a product.
     has_kernel = gpu is HOPPER and jax.__version_info__ >= MIN_JAX
     assert program.count("custom_call @mosaic_gpu") == 1 + has_kernel
     assert ("dot_general" in program) != has_kernel

@@ -111,7 +111,6 @@ def test_other_grouped_convolutions_have_no_kernel(case):
 
 @pytest.mark.parametrize("channels", [2, 2**10])
 def test_too_many_elements_for_the_kernel_have_a_formula(channels):
-    # The kernel fills two channels up to 128.
     x, w = STRUCT((2**21 // max(channels, 128), 2**10, channels)), STRUCT((4, 1, channels))
     op = functools.partial(jaxbp.conv1d, padding="CAUSAL", groups=channels, dimension_numbers=NWC)
     with pytest.raises(NotImplementedError, match=r"^conv1d: .*does not take 2\^31 or more elements"):

@@ -59,7 +59,6 @@ def test_gradients_of_overlapping_windows_are_added_up_in_float32(implementation
 def test_a_window_of_minus_infinity_never_routes_to_padding(implementation):
     y, dx = pool(np.full((3, 3), -np.inf), implementation, window=2, padding=1)
     np.testing.assert_array_equal(y, np.full((2, 2), -np.inf))
-    # The window's first position in the image has the gradient.
     np.testing.assert_array_equal(dx, [[1, 2, 0], [3, 4, 0], [0, 0, 0]])
 
 
@@ -119,7 +118,7 @@ def test_an_index_of_no_place_sends_its_gradient_nowhere(implementation):
     ("options", "kernel"),
     [
         (dict(window=(2, 3)), False),
-        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),  # "SAME" pads nothing here
+        (dict(window=(2, 3), stride=(2, 3), padding="SAME"), False),
         (dict(window=2, stride=1), True),
         (dict(window=1, stride=3), True),
         (dict(window=2, padding=1), True),

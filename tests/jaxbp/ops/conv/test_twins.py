@@ -1,9 +1,8 @@
-"""Differences from the twins in JAX and Flax:
+"""Differences from JAX and Flax:
 
-- `jax.lax.conv_general_dilated` has other names for stride, dilation, and groups. It also takes negative paddings,
-  lhs_dilation, and batch_group_count.
-- Our pools' default stride is the window. In Flax, it is 1. - Ours take only windows of two axes, and a batch. They
-refuse a padding of a whole window. - JAX has no gradient of a dilated maximum.
+- `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count. - The default stride
+of jaxbp's pools is the window. In Flax, the default stride is 1. - jaxbp's pools take only a batch and windows of two
+axes. They refuse a padding of a whole window. - JAX has no gradient of a dilated maximum.
 """
 
 import functools
@@ -124,7 +123,7 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
     expected = jnp.zeros((3, 5)).at[1, 1].set(1).at[1, 3].set(2).at[1, 4].set(3)
     expected = expected.at[2, 1].set(4).at[2, 3].set(5).at[2, 4].set(6)
     np.testing.assert_array_equal(vjp(jnp.arange(1.0, 7).reshape(y.shape))[0][0, 0], expected)
-    # The mean of the windows at the edge is over the elements that exist.
+    # The mean of a window at the edge is over the elements that exist.
     mean, vjp = jax.vjp(functools.partial(jaxbp.avg_pool2d, **options), x)
     np.testing.assert_allclose(mean[0, 0], [[4, 6, 7.5], [11.5, 13.5, 15]], rtol=1e-6)
     shares = [[0.25, 0.25, 0.25, 0.25, 0.5], [0.25, 0.25, 0.25, 0.25, 0.5], [0.5, 0.5, 0.5, 0.5, 1]]
@@ -135,7 +134,7 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
 def test_a_mean_counts_the_padding_but_not_what_ceil_mode_adds(implementation):
     options = dict(stride=2, padding=1, ceil_mode=True, implementation=implementation)
     y = jaxbp.avg_pool2d(jnp.full((1, 1, 4, 4), 36.0), 3, **options)
-    # The windows start at -1, 1, and 3. The last one has an element, a zero, and a position that does not count.
+    # The last window has an element, a zero, and a position that does not count.
     np.testing.assert_allclose(y[0, 0], 36 * np.outer([2 / 3, 1, 1 / 2], [2 / 3, 1, 1 / 2]), rtol=1e-6)
 
 

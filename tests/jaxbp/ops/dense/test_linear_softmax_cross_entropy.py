@@ -40,7 +40,6 @@ def three_chunks():
 
 @pytest.fixture(params=[("xla", 3), ("xla", 8), ("autodiff", 8)], ids=lambda param: "{}-chunks of {}".format(*param))
 def implementation(request):
-    """The formula in three chunks and in one, and the definition."""
     with in_chunks(request.param[1]):
         yield request.param[0]
 
@@ -295,7 +294,7 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize(
     ("rows", "classes", "reduced"),
     [
-        # The maxima, the sums, and dx are reduced once per chunk. dw and the loss are reduced once.
+        # The maxima, the sums, and dx are reduced once per chunk, but dw and the loss once in all.
         (None, "model", [["[64]", "[64]"], ["[64]", "[64]", "[64]"], ["[64,32]"]]),
         ("data", None, [["[1024,32]"], ["[]"]]),
         ("data", "model", [["[32]", "[32]"], ["[32]", "[32]", "[32]"], ["[32,32]"], ["[256,32]"], ["[]"]]),

@@ -68,7 +68,7 @@ def test_an_example_that_a_mask_leaves_out_has_no_part_in_the_gradients(implemen
 
         return jax.grad(masked, range(1 + len(layers)))(x, *layers)
 
-    with jax.default_matmul_precision("default"):  # permits the kernels, or their jnp versions
+    with jax.default_matmul_precision("default"):
         dx, *found = gradients(x, labels.at[1].set(-100), *layers)
     expected = jaxbp.mlp_softmax_cross_entropy_backward(
         jnp.ones(batch).at[1].set(0), x, labels, *layers, implementation="autodiff"

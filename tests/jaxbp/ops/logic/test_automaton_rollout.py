@@ -48,7 +48,7 @@ def gradients(rollout, logits, state, dlast):
 
 def published(automaton, shape, steps, fire_rate=1.0):
     keys = [jax.random.fold_in(KEY, t) for t in range(steps)]
-    fires = jnp.stack([jax.random.bernoulli(key, fire_rate, shape) for key in keys])  # drawn in float32
+    fires = jnp.stack([jax.random.bernoulli(key, fire_rate, shape) for key in keys])
 
     def rollout(logits, state):
         return jax.lax.scan(lambda s, f: (published_tick(logits, automaton, s, f), None), state, fires)[0]
@@ -155,7 +155,6 @@ def test_rounding_errors_do_not_grow(implementation):
     ones = jnp.ones((1, 2, 3, wires.channels))
     last = jaxbp.automaton_rollout(logits, wires, ones + 1e-6, 10, implementation=implementation)
     assert (last == 1).all()
-    # The derivative is the gates' derivative, even where values were clipped.
     step_backward = functools.partial(jaxbp.automaton_step_backward, ones, logits, wires, implementation=implementation)
     want, got = (step_backward(state)[1] for state in (ones, ones + 1e-6))
     assert (want != 0).all()

@@ -198,8 +198,8 @@ def test_a_batch_equals_its_examples_one_by_one(implementation):
 
 WIRES = {
     "shared": SHARED,
-    "skewed": Wires.from_pairs([3] * 90, [3] * 45 + [0] * 45, 6),  # one input has nearly all consumers
-    "sparse": Wires.from_pairs(range(9), [9] * 9, 300),  # most inputs have no consumer
+    "skewed": Wires.from_pairs([3] * 90, [3] * 45 + [0] * 45, 6),
+    "sparse": Wires.from_pairs(range(9), [9] * 9, 300),
     "moore": Wires.moore(seed=0),
 }
 
@@ -264,8 +264,7 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # The logits' gradient has two parts, through dlogits and dx. Rounded parts could overflow although the sum does
-    # not.
+    # The logits' gradient is a sum. Rounded terms could overflow although the sum does not.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):

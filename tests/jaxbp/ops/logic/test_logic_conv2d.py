@@ -71,7 +71,6 @@ def _mixture(weights, a, b):
 
 @functools.cache
 def of_op(implementation, **options):
-    """Return a function that computes (y, indices, dlogits, dx) by the public functions."""
     options = dict(options, implementation=implementation)
 
     @jax.jit
@@ -125,7 +124,7 @@ def test_hardened_trees_are_exact_on_bits(implementation):
 @every_implementation
 def test_of_equal_places_the_first_has_the_gradient(implementation):
     wires = TreeWires.from_leaves([[[0, 0, 0], [0, 0, 0]]], 1, 1)
-    logits = jaxbp.hard_logits(jnp.array([3]))[None]  # a
+    logits = jaxbp.hard_logits(jnp.array([3]))[None]
     x = jnp.array([[[[0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]]]])
     y, places, _, dx = of_op(implementation, pool=2)(logits, wires, x, jnp.ones((1, 1, 1, 2)))
     np.testing.assert_array_equal(y.ravel(), [1, 1])
@@ -237,7 +236,7 @@ def test_a_kernel_computes_one_gradient_alone_in_the_simulator(skipped):
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
-    # It keeps neither the gates' values nor the values at all positions.
+    # The program keeps neither the gates' values nor the values at all positions.
     wires = TreeWires.random(16, 32, 3, seed=0)
     logits, x = jnp.zeros((32, 7, 16)), jnp.zeros((64, 16, 12, 12))
     op = functools.partial(jaxbp.logic_conv2d_or_pool2d, padding=1, implementation="xla")

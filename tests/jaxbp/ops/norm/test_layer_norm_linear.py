@@ -128,7 +128,6 @@ def of_kernels(monkeypatch):
 
 
 def rows_normalised(monkeypatch):
-    """Keep normalized rows of wide layers even if there are few."""
     of_kernels(monkeypatch)
     monkeypatch.setattr(importlib.import_module("jaxbp.ops.norm.layer_norm_linear"), "_MIN_ROWS_AN_OUTPUT", 0)
 

@@ -11,7 +11,6 @@ from jax.test_util import check_grads
 from jaxbp import rotary_embedding, rotary_embedding_backward
 
 POSITIONS = jnp.array([[[0], [1], [2]], [[700], [3], [0]]])
-"""Two sequences of three tokens, with any number of heads."""
 
 
 def complex_rotation(x, positions, base=10_000.0, interleaved=False):
