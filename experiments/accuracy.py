@@ -74,7 +74,7 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of every result and gradient of the cases at every offset and scale.
 
-    All arguments except `dy`, weights, and integers are moved together, and then each alone. A location is left out if
+    All arguments except `dy`, weights, and integers are moved together, and then one by one. A location is left out if
     values overflow there, or if values that an op must tell apart become equal.
     """
     drawn = _draw(cases, draws)

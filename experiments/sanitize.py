@@ -190,7 +190,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # about fifty lines per finding on the host
+        "device",  # the host's backtrace has about fifty lines per finding
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]

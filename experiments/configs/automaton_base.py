@@ -75,7 +75,7 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """Only the first `visible` channels are visible and enter the loss."""
+    """The number of leading channels that are visible and enter the loss."""
     any_grid: ClassVar[bool] = False
     """Whether the target is defined for grids of every size."""
     steps: ClassVar[int]
@@ -85,7 +85,6 @@ class AutomatonConfig(TrainingConfig):
     update: ClassVar[Sequence[int]]
     """The number of gates in each layer of the update."""
     published: ClassVar[tuple[Recipe, int]]
-    """The published recipe and number of updates."""
     settings: ClassVar[Settings] = HARD_GATES
     hardening: ClassVar[tuple[int, int] | None] = None
     """The updates and epochs for `recipe="hardening"`. None: the published numbers."""

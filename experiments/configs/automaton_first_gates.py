@@ -1,7 +1,6 @@
-"""Choices of the input, a or b, that each gate of an automaton passes on at the start of training.
+"""Choices of the input, a or b, that each gate passes on at the start of training. docs/automata.md describes them.
 
-docs/automata.md describes the choices. If every gate passes on one input, a tick only moves values between channels and
-neighboring cells.
+If every gate passes on one input, a tick only moves values between channels and neighboring cells.
 """
 
 from collections.abc import Callable, Sequence

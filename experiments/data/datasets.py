@@ -82,8 +82,8 @@ def load(
     """Load a dataset.
 
     Args:
-      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing files of MNIST and
-        Fashion-MNIST are downloaded: IDX files, plain or gzipped. CIFAR-10's binary files never are.
+      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing IDX files of MNIST and
+        Fashion-MNIST are downloaded. CIFAR-10's binary files are never downloaded.
       mirrors: base addresses to download from, tried in this order.
       md5: the MD5 checksums of the files that may be downloaded, by name.
 

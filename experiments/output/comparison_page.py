@@ -18,7 +18,7 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# Replaced by the page's text color in the finished picture.
+# The page's text color replaces this color in the finished picture.
 _TEXT = "#010203"
 
 
@@ -44,9 +44,6 @@ def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -
     table.add_section()
     table.add_row(f"furthest from {reference}", *(f"{distance:.1e}" for distance in furthest))
     return table
-
-
-# ------------------------------------------------------------------------------------------------------------- pictures
 
 
 def _figures(report: Report, *draw: Callable[[Axes, Report], None]) -> str:

@@ -61,7 +61,7 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """The largest number of consecutive skipped steps. Far fewer steps reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run with a larger mean loss or parameter has diverged. Losses before training are below 1e3."""
+"""A run with a larger mean loss or parameter has diverged. A network of gates can diverge with a small loss."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between two runs with the same settings."""
 
@@ -267,8 +267,8 @@ def run(
 
     Raises:
       FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, a parameter exceeds
-        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, some training losses may be infinite or NaN, but
-        not all, and not in `MOST_SKIPPED` consecutive steps.
+        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, a loss may be infinite or NaN in some steps, but
+        not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):

@@ -1,7 +1,7 @@
 """Train one model in several processes, as docs/many_devices.md describes. Process 0 runs JAX's coordinator.
 
-Each other process connects to the port after the coordinator's. It sends its number, the number of processes, and a
-secret token in one line, and receives the settings.
+Each other process connects to the port after the coordinator's port. It sends its number, the number of processes, and
+a secret token in one line, and receives the settings.
 """
 
 import argparse
@@ -131,7 +131,7 @@ class Joined:
         jax.distributed.initialize(
             *(address, place.processes, place.process),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=None if place.process else address,  # all interfaces by default
+            coordinator_bind_address=None if place.process else address,  # JAX's default: all interfaces
         )
         return command()
 
@@ -245,8 +245,8 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    When its connection closes, JAX aborts, often before `_watch` prints the reason. The relay keeps the connection
-    open.
+    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps the
+    connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -280,7 +280,7 @@ def _lasting(link):
 
 
 def _line(link, most_bytes, seconds):
-    """Read only the next line. Raise OSError if it is too long or too slow."""
+    """Read only the next line. Raise OSError if the line is too long or too slow."""
     said, deadline = b"", time.monotonic() + seconds
     while not said.endswith(b"\n"):
         link.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -197,8 +197,8 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that only ends earlier or later is not damaged. It has this form after a kill, or after damage to a
-            # later checkpoint.
+            # A file that only ends earlier or later is not damaged: the process was killed, or resumed an earlier
+            # checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)
