@@ -39,8 +39,8 @@ def in_children(
 ) -> Iterator[Done]:
     """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
 
-    `work(task)` yields the results of a task. A process is killed if it yields nothing for `limit` seconds.
-    RuntimeError is raised if a process dies before its first task.
+    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds. RuntimeError is raised if
+    a process dies before its first task.
     """
     share_gpus()
     children, order = [], collections.deque()

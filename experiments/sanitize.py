@@ -1,14 +1,12 @@
 """Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
 
-    pip install nvidia-cuda-sanitizer-api                       # installs a newer compute-sanitizer than most toolkits
+    pip install nvidia-cuda-sanitizer-api                       # newer than the compute-sanitizer of most toolkits
     python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op with `implementation="pallas"`, on small arrays in float32 and
 bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses beyond the end of an
-array. `--attempts` repeats processes, which sometimes die at exit or hang in XLA's compiler.
-
-The outcomes of a process are:
+array. `--attempts` repeats processes, which sometimes die at exit or hang in XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
     explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
@@ -17,9 +15,8 @@ The outcomes of a process are:
     failed             a kernel did not run, or the tool printed no summary
     timed out          the process exceeded the time limit, without an unexplained finding
 
-The exit code is 1 after "found", "failed", or "timed out". The JSON file has the fields of every result file
-(`experiments/output/results.py`), `explained` (the reason of each explanation), and `rows`. A row shows the last
-process of an op and tool.
+The exit code is 1 after "found", "failed", or "timed out". In the JSON file, a row shows the last process of an op and
+tool.
 """
 
 import collections

@@ -106,7 +106,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 class LogicConvConfig(GateConfig):
     """A convolutional network of differentiable logic gates on bits of thresholded images.
 
-    The test accuracy is measured with hard gates: each gate is only its most probable function.
+    The test accuracy is measured with hard gates.
     """
 
     name: ClassVar[str] = "logic-conv"

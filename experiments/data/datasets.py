@@ -85,11 +85,11 @@ def load(
       data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing IDX files of MNIST and
         Fashion-MNIST are downloaded. CIFAR-10's binary files are never downloaded.
       mirrors: base addresses to download from, tried in this order.
-      md5: the MD5 checksums of the files that may be downloaded, by name.
+      md5: the MD5 checksums of the downloaded files, by name.
 
     Raises:
       UserError: for an unknown name, or a file with corrupt or wrong content.
-      FileNotFoundError: if a file is not in the folder and cannot be downloaded.
+      FileNotFoundError: if a file is missing and cannot be downloaded.
     """
     if name == "digits":
         return _digits()

@@ -48,7 +48,6 @@ class Metrics(NamedTuple):
     test_accuracy: float
     images_per_second: float
     seconds: float
-    """Seconds of training, without compilation and evaluation."""
     evaluation_seconds: float
     compile_seconds: float
     """Only the first epoch of a process compiles."""
@@ -267,8 +266,8 @@ def run(
 
     Raises:
       FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, a parameter exceeds
-        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, a loss may be infinite or NaN in some steps, but
-        not in `MOST_SKIPPED` consecutive steps.
+        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, the training loss may be infinite or NaN in some
+        steps, but not in all, and not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
