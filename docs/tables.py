@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from figures import bench_tables, measurements, run_tables
-from figures.cells import provenance
+from figures.cells import link, provenance
 from figures.charts import CHARTS
 from figures.measurements import load, no_file, rows_of
 from figures.summary import summary
@@ -65,18 +65,23 @@ def render(text: str, page: Path) -> str:
     """Return the page with new tables, whose links are relative to the page."""
     to_docs = os.path.relpath(measurements.DOCS, page.parent)
 
+    described: set[str] = set()
+
     def table(match):
-        made = made_by(*match[2].split())
+        made = made_by(described, *match[2].split())
         made = made if to_docs == "." else made.replace("](", f"]({to_docs}/")
         return f"{match[1]}\n{made}\n\n{match[3]}"
 
     return REGION.sub(table, text)
 
 
-def made_by(kind: str, *words: str) -> str:
+def made_by(described: set[str], kind: str, *words: str) -> str:
     """Return the table of a mark, with the sources of its figures below.
 
-    `kind` is a key of `TABLES`. Each of `words` is the name of a result file, or an option `name=value`.
+    Args:
+      described: the files whose description is above on the page. The files of the table are added.
+      kind: a key of `TABLES`.
+      words: names of result files, and options `name=value`.
     """
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
@@ -94,14 +99,17 @@ def made_by(kind: str, *words: str) -> str:
     table = TABLES[kind](reports, **options)
     if kind in WITH_THEIR_SOURCES:
         return table
-    sources = "\n".join(provenance(name, report) for name, report in reports.items())
+    sources = "\n".join(
+        f"\n{link(name)}: described above." if name in described else provenance(name, report)
+        for name, report in reports.items()
+    )
+    described.update(reports)
     return "\n\n".join([f"{table}\n{sources}", *missing])
 
 
 TABLES: dict[str, Callable[..., str]] = {
     "summary": summary,
     "works": bench_tables.works,
-    "variants": bench_tables.variants,
     "formulations": bench_tables.formulations,
     "ratios": bench_tables.ratios,
     "slower": bench_tables.slower,

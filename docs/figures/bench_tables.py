@@ -1,9 +1,9 @@
 """Tables of the bench: times of workloads, and ratios between them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from figures.cells import floor, link, markdown, mebibytes, microseconds, percent, temporaries, times
+from figures.cells import devices, floor, hoisted, link, markdown, mebibytes, microseconds, percent, temporaries, times
 from figures.measurements import (
     Reports,
     Row,
@@ -40,37 +40,28 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with one line per workload and batch size, and one column per implementation of jaxbp.
+    """Return a table with one line per workload and batch size, and one column per implementation or peer.
 
-    `columns` has the keys of the further columns in `COLUMNS`.
+    Workloads that no implementation of jaxbp has are left out. `columns` has keys of `COLUMNS`.
     """
-    rows = all_rows(reports)
-    implementations = list(dict.fromkeys(row["implementation"] for row in rows if not row.get("peer")))
+    groups = [(title, group) for title, group in works_of(all_rows(reports)) if library(group)]
+    peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
+    names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
     shown = [COLUMNS[column] for column in columns.split(",")]
-    head = ["workload, µs", *(f"`{name}`" for name in implementations), *(heading for heading, _ in shown)]
+    heading, titles = hoisted([title for title, _ in groups])
+    head = [heading, *(name if peer_of[name] else f"`{name}`" for name in names), *(heading for heading, _ in shown)]
     lines = [
-        [title, *(microseconds(group.get(name)) for name in implementations), *(cell(group) for _, cell in shown)]
-        for title, group in works_of(rows)
+        [title, *times_of(group, names), *(cell(group) for _, cell in shown)]
+        for title, (_, group) in zip(titles, groups, strict=True)
     ]
     return markdown(head, lines)
 
 
-def variants(reports: Reports) -> str:
-    """Return a table with one line per implementation of jaxbp or variant of a peer, and one column per workload."""
-    rows = all_rows(reports)
-    peers = {row["implementation"] for row in rows if row.get("peer")}
-    columns = {}
-    for title, group in works_of(rows):
-        fastest = min((time(row) for row in group.values() if time(row) is not None), default=None)
-        columns[title] = {
-            name: f"**{microseconds(row)}**" if time(row) == fastest is not None else microseconds(row)
-            for name, row in group.items()
-        }
-    lines = [
-        [name if name in peers else f"`{name}`", *(column.get(name, "") for column in columns.values())]
-        for name in dict.fromkeys(row["implementation"] for row in rows)
-    ]
-    return markdown(["implementation, µs", *columns], lines)
+def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
+    """Return one cell per name with the time of its row. The shortest time is bold."""
+    fastest = min(time(row) for row in group.values() if time(row) is not None)
+    cells = {name: microseconds(row) for name, row in group.items()}
+    return [f"**{cells[name]}**" if time(group.get(name)) == fastest else cells.get(name, "") for name in names]
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
@@ -84,8 +75,12 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
     band = " and ".join([f"at least {low}x"] * (float(low) > 0) + [f"at most {high}x"] * math.isfinite(float(high)))
     inside = f"{len(timed) - len(outside)} of {len(timed)} workloads"
     count = f"`None` takes {band} the time of `autodiff` in {inside}."
-    lines = [[title, microseconds(a), microseconds(b), times(value)] for value, title, a, b in outside]
-    table = markdown(["workload, µs", "`None`", "`autodiff`", "time of `None` / `autodiff`"], lines)
+    heading, titles = hoisted([title for _, title, _, _ in outside])
+    lines = [
+        [title, microseconds(a), microseconds(b), times(value)]
+        for title, (value, _, a, b) in zip(titles, outside, strict=True)
+    ]
+    table = markdown([heading, "`None`", "`autodiff`", "`None` / `autodiff`"], lines)
     return f"{count} The table lists the other workloads.\n\n{table}" if outside else count
 
 
@@ -108,15 +103,17 @@ def slower(reports: Reports) -> str:
         for title, group in works_of(rows):
             ours, theirs = group.get("pallas"), autodiff(group)
             if time(ours) and time(theirs):
-                newest[title] = time(theirs) / time(ours), ours, theirs, report["device"], name
+                newest[title] = time(theirs) / time(ours), ours, theirs, name
+    slow = sorted((item for item in newest.items() if item[1][0] < 1), key=lambda item: item[1][0])
+    heading, titles = hoisted([title for title, _ in slow])
     lines = [
-        [title, microseconds(ours), microseconds(theirs), times(ratio), device.removeprefix("NVIDIA "), link(name)]
-        for title, (ratio, ours, theirs, device, name) in sorted(newest.items(), key=lambda item: item[1][0])
-        if ratio < 1
+        [title, microseconds(ours), microseconds(theirs), times(ratio)]
+        for title, (_, (ratio, ours, theirs, _)) in zip(titles, slow, strict=True)
     ]
     count = f'An explicit `"pallas"` is slower than autodiff in {len(lines)} of {len(newest)} measured workloads:'
-    head = ["workload, µs", "`pallas`", "`autodiff`", "speedup over autodiff", "GPU", "run"]
-    return f"{count}\n\n{markdown(head, lines)}"
+    table = markdown([heading, "`pallas`", "`autodiff`", "speedup over autodiff"], lines)
+    files = {name: reports[name] for name in sorted({name for _, (*_, name) in slow})}
+    return f"{count}\n\n{table}\n\nMeasured on {devices(files)}: {', '.join(map(link, files))}."
 
 
 def dtypes(reports: Reports) -> str:

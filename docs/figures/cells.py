@@ -1,6 +1,7 @@
 """Format measured figures as cells of a table, tables as Markdown, and the text below a table."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from figures.measurements import Report, Reports, Row, grouped, rows_of, time, waits_for_host
@@ -57,6 +58,27 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
 
 
+def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return a heading for the titles of workloads, and the titles without what the heading says.
+
+    The heading has the words that all titles begin with, and the batch of more than half of the titles.
+    """
+    heading, note = "workload", ""
+    batches = Counter(match[0] for title in titles if (match := re.search(r", batch [\d,]+$", title)))
+    batch, count = batches.most_common(1)[0] if batches else ("", 0)
+    if count > max(1, len(titles) / 2):
+        titles = [title.removesuffix(batch) for title in titles]
+        note = batch + " unless stated" * (count < len(titles))
+    words = [title.split() for title in titles]
+    same = 0
+    while len(titles) > 1 and all(len(each) > same + 1 and each[same] == words[0][same] for each in words):
+        same += 1
+    if same:
+        heading = " ".join(words[0][:same]) + " …"
+        titles = [" ".join(each[same:]) for each in words]
+    return f"{heading}{note}, µs", titles
+
+
 def link(name: str) -> str:
     return f"[{name}.json](results/{name}.json)"
 
@@ -100,7 +122,7 @@ def provenance(name: str, report: Report) -> str:
             rate(value, "FLOP/s") + f" at {precision} precision" * (len(products) > 1)
             for precision, value in products.items()
         ]
-        where += f"; rates in this run: copy {rate(report['copy_bytes_per_second'], 'B/s')}"
+        where += f"; copy {rate(report['copy_bytes_per_second'], 'B/s')}"
         where += f", matrix product {' and '.join(computed)}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
     if any(row.get("peer") == PUBLISHED for row in rows):
@@ -109,7 +131,7 @@ def provenance(name: str, report: Report) -> str:
     errors = grouped(compared, lambda row: row.get("peer") or f"`{row['implementation']}`")
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]
     if largest:
-        parts.append(f"Largest relative error against float64: {', '.join(largest)}.")
+        parts.append(f"Largest relative error: {', '.join(largest)}.")
     if any(map(waits_for_host, rows)):
         parts.append("\\*: the device waited for the host, so the device alone would take less time.")
     return "\n".join(["", " ".join(filter(None, parts)), "", f"    {command(report)}"])

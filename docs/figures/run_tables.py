@@ -102,16 +102,30 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def profile(reports: Reports) -> str:
-    """Return a table of the kernels that took at least 5 µs.
+    """Return a table of the kernels that took at least `LEAST_SHARE` of the time of their workload's kernels.
 
     All launches of a kernel in a workload share one line. Their times are added. Their percentages are averages,
-    weighted by the times.
+    weighted by the times. Only the first line of a workload names it.
     """
     lines = []
-    kernels = grouped(all_rows(reports), lambda row: (row["work"], row["dtype"], row["kernel"]))
-    for (work, dtype, kernel), rows in kernels.items():
+    for rows in grouped(all_rows(reports), profiled).values():
+        lines += profile_of(rows)
+    head = ["workload", "kernel", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps"]
+    return markdown([*head, "issued per cycle", "waits for, cycles"], lines)
+
+
+LEAST_SHARE = 0.1
+
+
+def profiled(row: Row) -> str:
+    return f"{row['work']}, {row['dtype']}" + ", exact" * (row.get("precision") == "highest")
+
+
+def profile_of(measured: Sequence[Row]) -> list[list[str]]:
+    lines: list[list[str]] = []
+    for kernel, rows in grouped(measured, lambda row: row["kernel"]).items():
         total = sum(map(time, rows))
-        if total < 5:
+        if total < LEAST_SHARE * sum(map(time, measured)):
             continue
         shares = []
         for unit in ("dram", "l2", "l1", "sm", "warps"):
@@ -119,16 +133,10 @@ def profile(reports: Reports) -> str:
             shares.append(f"{sum(values) / total:.0f}%" if values else "")
         longest = max(rows, key=time)
         waits = f"{longest['waits_for'].replace('_', ' ')}, {number(longest['waited_cycles'])}"
-        cells = (
-            str(len(rows)),
-            number(total),
-            *shares,
-            number(longest.get("issued")),
-            number(longest.get("registers")),
-        )
-        lines.append([f"{work}, {dtype}", f"`{kernel.removesuffix('_mosaic_gpu_kernel')}`", *cells, waits])
-    head = ["workload", "kernel", "launches", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps"]
-    return markdown([*head, "issued per cycle", "registers", "waits for, cycles"], lines)
+        title = "" if lines else profiled(rows[0])
+        name = f"`{kernel.removesuffix('_mosaic_gpu_kernel')}`"
+        lines.append([title, name, number(total), *shares, number(longest.get("issued")), waits])
+    return lines
 
 
 def accuracy(reports: Reports) -> str:

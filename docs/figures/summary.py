@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from figures.bench_tables import both_products
-from figures.cells import WHY, day, floor, link, markdown, microseconds, times
+from figures.cells import WHY, day, devices, floor, link, markdown, microseconds, times
 from figures.measurements import Reports, Row, all_rows, autodiff, best_peer, library, load, no_file, speedup
 
 
@@ -89,29 +89,25 @@ def summary(reports: Reports) -> str:
         rows = family.rows()
         ours, theirs, peer = library(rows), autodiff(rows), best_peer(rows)
         if not ours:
-            lines.append([title, "not measured yet", *[""] * 7, family.why])
+            lines.append([title, "not measured yet", *[""] * 6, family.why])
             continue
         over_autodiff, over_peer = map(times, family.speedups())
-        (gpu,) = (report["device"].removeprefix("NVIDIA ") for report in load(family.file).values())
-        cells = [microseconds(ours), with_name(theirs, "autodiff, "), over_autodiff, with_name(peer), over_peer]
-        lines.append([title, *cells, both_products(ours, theirs), gpu, floor(ours), family.why])
+        of_peer = f"{microseconds(peer)} ({peer['peer']})" if peer else ""
+        cells = [microseconds(ours), of_autodiff(theirs), over_autodiff, of_peer, over_peer]
+        lines.append([title, *cells, both_products(ours, theirs), floor(ours), family.why])
     if not measured:
         return no_file(FAMILIES[0].file)
     times_of = ["jaxbp", "autodiff", "speedup over autodiff", "best peer", "speedup over best peer"]
-    head = ["workload, µs", *times_of, "products in: jaxbp / autodiff", "GPU", "% of roofline", WHY]
+    head = ["workload, µs", *times_of, "products in: jaxbp / autodiff", "% of roofline", WHY]
     days = sorted(map(day, measured.values()))
     dates = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     files = ", ".join(map(link, sorted(measured)))
-    return f"{markdown(head, lines)}\n\nMeasured with {versions(measured)}, {dates}. Files: {files}."
+    return f"{markdown(head, lines)}\n\nMeasured on {devices(measured)}, {dates}. Files: {files}."
 
 
-def with_name(row: Row | None, known: str = "") -> str:
-    """Return a cell with the time of a row, and the name of its variant without the prefix `known`."""
+def of_autodiff(row: Row | None) -> str:
+    """Return a cell with the time of a row of autodiff, and the name of its formula if it is not the definition."""
     if row is None:
         return ""
-    name = row["implementation"].removeprefix(known)
-    return microseconds(row) if name == known.rstrip(", ") else f"{microseconds(row)} ({name})"
-
-
-def versions(reports: Reports) -> str:
-    return ", ".join(dict.fromkeys(f"jax {run['versions']['jax']}" for run in reports.values()))
+    formula = row["implementation"].removeprefix("autodiff").removeprefix(", ")
+    return f"{microseconds(row)} ({formula})" if formula else microseconds(row)
