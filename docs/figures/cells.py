@@ -125,8 +125,6 @@ def provenance(name: str, report: Report) -> str:
         where += f"; copy {rate(report['copy_bytes_per_second'], 'B/s')}"
         where += f", matrix product {' and '.join(computed)}"
     parts = [f"{link(name)}: {where}.", report.get("note", "")]
-    if any(row.get("peer") == PUBLISHED for row in rows):
-        parts.append(f"The {PUBLISHED} is reimplemented from its article, and runs on the same version of JAX.")
     compared = [row for row in rows if "work" in row and row.get("error") is not None]
     errors = grouped(compared, lambda row: row.get("peer") or f"`{row['implementation']}`")
     largest = [f"{name} {max(row['error'] for row in of):.1e}" for name, of in errors.items()]

@@ -118,7 +118,9 @@ LEAST_SHARE = 0.1
 
 
 def profiled(row: Row) -> str:
-    return f"{row['work']}, {row['dtype']}" + ", exact" * (row.get("precision") == "highest")
+    work = re.sub(r"(?<= )((\d+)x\S+), batch \2$", r"\1", row["work"])  # The size of a norm begins with its batch.
+    dtype = "" if row["dtype"] == "float32" else f", {row['dtype']}"
+    return work + dtype + ", exact" * (row.get("precision") == "highest")
 
 
 def profile_of(measured: Sequence[Row]) -> list[list[str]]:
