@@ -9,8 +9,7 @@
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
 
 docs/benchmarks.md defines the figures. `implementation="pallas"` has no row if the workload launches no kernel of
-jaxbp, or if there is no GPU. `--quick` times the first workload of each family (`selection.quick`) at the middle one of
-its batch sizes. After 75 seconds, it starts no further row.
+jaxbp, or if there is no GPU.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
@@ -49,8 +48,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run in seconds. A run on an H200 ends up to 40 s later, because rows that have
-begun are finished."""
+"""The default time limit of a quick run. A run on an H200 ends up to 40 s later, because begun rows are finished."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +121,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report.
-
-    The time limit starts at `started`, in seconds of `time.monotonic`.
-    """
+    """Time the workloads and return the report. The time limit starts at `started`, from `time.monotonic`."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
@@ -178,7 +173,6 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
 
 
 def label(dtype: str, precision: str, config: BenchConfig) -> str:
-    """Return the end of a row's title. It names the dtype and the precision if the run has several of them."""
     in_dtype = f" in {dtype}" if len(config.dtype) > 1 else ""
     return in_dtype + (f" at {precision} precision" if len(config.precision) > 1 else "")
 

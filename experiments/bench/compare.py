@@ -1,11 +1,8 @@
 """Compare two runs of the bench on the same device, and list the rows whose time changed by more than the noise.
 
-    python -m experiments.bench compare old.json new.json
-    python -m experiments.bench compare old.json new.json --threshold 0.1
-
 A row is slower if its new median time exceeds its old median by more than the threshold, and its fastest new round took
 longer than its slowest old round. A row that fails only in the new run is also slower. The exit code is 1 if a row is
-slower, and 2 if the files cannot be compared. Rows of peers (other libraries) are left out.
+slower, and 2 if the files cannot be compared. Rows of peers are left out.
 """
 
 import dataclasses
@@ -84,7 +81,6 @@ def _read(path: Path) -> Report:
 
 
 def changes(old: Report, new: Report, threshold: float) -> list[Change]:
-    """Return one change per row that both runs measured, the largest slowdown first."""
     before, after = _rows(old), _rows(new)
     common = [
         Change(key, before[key], after[key], verdict(before[key], after[key], threshold))
@@ -97,7 +93,6 @@ def changes(old: Report, new: Report, threshold: float) -> list[Change]:
 
 
 def _rows(report: Report) -> dict[str, Row]:
-    """Return a dict from titles to rows, without the rows of peers. A title joins the values of `FIELDS`."""
     rows = [row for row in report["rows"] if row["peer"] is None]
     return {", ".join(str(row[field]) for field in FIELDS): row for row in rows}
 
@@ -148,7 +143,6 @@ def print_changes(old: Report, new: Report, changed: Sequence[Change], console: 
 
 
 def _time(row: Row) -> str:
-    """Return the median time, with half the difference of the slowest and fastest round as a percentage."""
     if row["failed"]:
         return "failed"
     median, rounds = row["microseconds"], row["round_microseconds"]

@@ -1,11 +1,8 @@
 """Layers of logic gates in plain JAX with four coefficients per gate: the fastest known form under autodiff.
 
-A gate with inputs a and b mixes 16 functions that are linear in a and in b. The mixture is therefore `c0 + c1 a + c2 b
-+ c3 ab`. The coefficients are the softmax of the gate's 16 logits, multiplied by a constant table. `jaxbp.gate_layer`
-with `implementation="autodiff"` computes all 16 functions instead.
-
-Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows. On a GPU, gradients can differ between
-runs, because the gather's gradient adds rows in any order.
+A gate computes `c0 + c1 a + c2 b + c3 ab` of its inputs a and b. The coefficients are the softmax of the gate's 16
+logits, multiplied by a constant table. Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows.
+On a GPU, gradients can differ between runs, because the gather's gradient adds rows in any order.
 """
 
 import jax
@@ -20,7 +17,6 @@ NAME = "autodiff, 4 coefficients"
 
 
 def gate_layer(logits: Array, wires: Wires, x: Array) -> Array:
-    """Compute `jaxbp.gate_layer` for `(gates, 16)` logits and `(batch, inputs)` values."""
     table = jnp.asarray(COEFFICIENTS, logits.dtype)
     c = jnp.matmul(jax.nn.softmax(logits), table, precision=lax.Precision.HIGHEST).T[..., None]
     rows = x.T
@@ -39,4 +35,3 @@ def scores(network: LogicNetwork, x: Array) -> Array:
 
 
 BASELINES = {"gate_layer": {NAME: gate_layer}, "gate_layer_backward": {NAME: gate_layer_backward}}
-"""Dict from the name of an op to its `Workload.baselines`."""

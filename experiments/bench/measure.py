@@ -19,9 +19,9 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time in seconds that a program runs on a GPU, to become steady, before its first timing round."""
+"""The longest time that a program runs on a GPU, to become steady, before its first timing round."""
 QUICK_SETTLING_SECONDS = 0.6
-"""`SETTLING_SECONDS` if only times are measured. At its power limit, a GPU may lower its clock only later."""
+"""`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
 """A result counts as 0 if its norm is below this share of the largest result's norm."""
 MEASURED = (
@@ -34,13 +34,10 @@ MEASURED = (
     "error_reason",
     "failed",
 )
-"""The fields of a row that a measurement sets. `microseconds` is the median of `round_microseconds`, one per round."""
 MOST_THREADS = 16
 
 
 class Compiler:
-    """A context manager that compiles programs on several threads."""
-
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
         self._futures = []
@@ -52,9 +49,9 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function. `arguments` are arrays or their shapes. Return a future of the executable."""
+        """Start to compile a function for arrays or their shapes. Return a future of the executable."""
         try:
-            # Tracing and lowering depend on JAX's settings for this thread, so only `compile` runs in the pool.
+            # Tracing and lowering depend on this thread's settings of JAX, so only `compile` runs in the pool.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
         except Exception as error:
             future = Future()
@@ -68,10 +65,7 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a dict with all fields of `MEASURED`. `run()` returns some of these fields, and the others are None.
-
-    If `run` raises an exception, the field "failed" describes it.
-    """
+    """Return the fields of `MEASURED` that `run()` returns, or "failed" with its exception. Other fields are None."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:
@@ -85,7 +79,6 @@ def time_chain(program: Callable, arguments: tuple, calls: int, seconds: float) 
 def time_compiled(
     compiled: Callable, arguments: tuple, calls: int, seconds: float, quick: bool = False
 ) -> dict[str, Any]:
-    """Time an executable that makes `calls` calls of a workload. Return the timing fields of a row, per call."""
     timed = device_seconds(compiled, (arguments,), seconds, ROUNDS, settling=settling_seconds(quick))
     return microseconds(timed.rounds, calls) | {"host_waited": timed.host_waited}
 
@@ -105,8 +98,6 @@ def microseconds(round_seconds: Sequence[float], calls: int) -> dict[str, Any]:
 
 
 class Accuracy:
-    """Measures the errors of implementations against float64, at a batch size of at most `error_batch`."""
-
     def __init__(self, workload: Workload, batch: int, dtype: str, compiler: Compiler):
         self.batch, self._workload = min(batch, workload.error_batch), workload
         self._dtype, self._compiler = dtype, compiler
@@ -122,14 +113,12 @@ class Accuracy:
 
     @functools.cached_property
     def reference(self) -> list[np.ndarray]:
-        """The floating results of `implementation="autodiff"` in float64 on the CPU."""
         arguments = self.arguments
         with float64():
             wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, _wide(a))), arguments)
             return floats(self._reference.result()(*wide))
 
     def submit(self, name: str) -> None:
-        """Start to compile the workload's function for the implementation or baseline `name`."""
         if name not in self._programs:
             function = self._workload.named(name, self._dtype)
             self._programs[name] = self._compiler.submit(function, *self._structs)

@@ -11,11 +11,10 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 HOST_BOUND = 0.05
-"""If the host waits for the device during less than this share of the time, the host counts as the bottleneck."""
+"""If the host waits for the device for less than this share of the time, the host is the bottleneck."""
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return the device, dtypes, precisions, and versions. On a GPU, a second line has its measured rates."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "python")
     where = f"{report['device']}; {report['dtype']}, {report['precision']} precision; {versions}"
     if "operations_per_second" not in report:

@@ -1,11 +1,9 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. The working set is the number of bytes that a program touches. The rate of
-memory traffic depends on it, because a small working set fits in the cache. If a workload reads r bytes and writes w
-bytes, min(r, w) bytes of each count at the rate of a copy. The remaining bytes count at the rate of only reading or
-only writing. Arithmetic outside of matrix products counts at the rate of a product in exact float32, which is the rate
-of the CUDA cores. Each rate is the best of several short rounds, which end before the power limit lowers the GPU's
-clock. Launches and intermediate results count no time.
+docs/benchmarks.md defines the roofline. The working set is the number of bytes that a program touches. A small working
+set fits in the cache, which raises the rate. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each
+count at the rate of a copy. The remaining bytes count at the rate of only reading or only writing. Launches and
+intermediate results count no time.
 """
 
 import functools
@@ -25,20 +23,18 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Working sets, in bytes, with which rates are measured. The L2 cache of an H200 has 60 MiB."""
+"""Working sets with which rates are measured. The L2 cache of an H200 has 60 MiB."""
 CALLS = 8
-"""The number of kernels in a program that measures a rate with a small working set. A single kernel would take less
-time than its dispatch."""
+"""Kernels per program with a small working set. A single kernel would take less time than its dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
-"""The longest timing round for a rate, in seconds. In longer rounds, the clock of the GPU drops."""
+"""The longest timing round for a rate. In longer rounds, the clock of the GPU drops."""
 
 
 class Cost(NamedTuple):
     """The least work that one call of a workload needs.
 
     Attributes:
-      argument_bytes, result_bytes: the size of all arguments and results.
       operations: multiplications and additions in matrix products and convolutions.
       read_bytes: the size of the arguments that affect the results.
       written_bytes: the size of the results, without those that equal an argument or another result.
@@ -54,13 +50,10 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline in seconds of one call, in a program that touches `working_set` bytes.
-
-    `cost` is the cost of the call. `rates` is the result of `measured_rates`.
-    """
+    """Return the roofline of one call, in a program that touches `working_set` bytes, from `measured_rates`."""
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
-    # Only reading, or only writing, is at least as fast as a copy; a lower measured rate is noise.
+    # Only reading, or only writing, is at least as fast as a copy. A lower measured rate is noise.
     reading, writing = (cost.read_bytes - copied) / max(copy, read), (cost.written_bytes - copied) / max(copy, write)
     operations = rates["operations_per_second"]
     return max(
@@ -71,7 +64,7 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """Return the best rate in bytes per second, or 0 if none was measured. `kind` is "copy", "read", or "write".
+    """Return the best rate of "copy", "read", or "write" in bytes per second, or 0 if none was measured.
 
     Rates measured with working sets of at least `working_set` count, and the rate with the next smaller working set.
     """
@@ -84,10 +77,7 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """Measure the rates of this GPU.
-
-    Args:
-      seconds: the least duration of a timing round. A larger value than `RATE_SECONDS` counts as `RATE_SECONDS`.
+    """Measure the rates of this GPU, in timing rounds of at least `seconds`, at most `RATE_SECONDS`.
 
     Returns:
       A dict with these keys:
@@ -116,8 +106,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The number of bytes or operations of a program, and a function that times it. The function takes the least duration
-of a timing round, and returns the program's time in seconds."""
+"""The bytes or operations of a program, and a function from the least duration of a round to the program's time."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:
@@ -148,7 +137,7 @@ def _chain(function: Callable, calls: int, size: int, shape: tuple[int, ...]) ->
 
 
 def cost(workload: Workload, batch: int, dtype: str) -> Cost:
-    """Return the least cost of one call, counted in the jaxpr of the implementation "autodiff"."""
+    """Count the cost of one call in the jaxpr of the implementation "autodiff"."""
     arguments = jax.eval_shape(lambda: workload.draw(0, batch, dtype))
     jaxpr = jax.make_jaxpr(workload.function("autodiff", dtype))(*arguments).jaxpr
     needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -169,7 +158,7 @@ def _bytes(avals: Any) -> int:
 
 
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
-    """Return how many bytes of an argument the jaxpr reads. A gather reads as many bytes as its result has."""
+    """Count the bytes of an argument that the jaxpr reads. A gather reads as many bytes as its result has."""
     size, read = _bytes([argument.aval]), 0
     if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
         return size
@@ -203,7 +192,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Count the multiplications in a convolution. Multiplications by padding or by inserted zeros do not count."""
+    """Count multiplications, without those by padding or by inserted zeros."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]
@@ -217,7 +206,6 @@ def _products_of_convolution(equation: Any) -> int:
 
 
 def has_launch(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or a nested one, launches a kernel of `pallas_kernels`."""
     return any(
         equation.primitive.name == "launch" or any(map(has_launch, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns

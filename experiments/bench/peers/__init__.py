@@ -17,13 +17,10 @@ PEERS = {
     "torchlogix": "experiments.bench.peers.torchlogix",
     "published automaton": "experiments.bench.peers.published_automaton",
 }
-"""Dict from each peer to its module. A module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
+"""Each module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Dict from peers with several formulations to a pattern for the variants of the fastest formulation.
-
-The runs in docs/results/ that timed all formulations show which is fastest.
-"""
+"""Dict from a peer with several formulations to a pattern for the variants of its fastest one in docs/results/."""
 
 VariantChoice = Literal["best", "all"]
 
@@ -33,15 +30,14 @@ class Task:
     """A workload that a peer computes and times.
 
     Attributes:
-      op, options: the name of an op of the catalogue or of a training step, and its `Workload.options`.
+      op, options: the name of an op or of a training step, and its `Workload.options`.
       sets: for an op, one set of jaxbp's arguments per call; for a training step, a single set. Empty if only the names
         of the variants are needed.
       small: arguments at a small batch size, for which the peer's results are compared with float64.
       calls: the number of calls, or of training steps, in one timed program.
-      precision: the precision of jaxbp's float32 products: "default" (TF32 on a GPU) or "highest".
+      precision: "default", which allows TF32, or "highest".
       products: whether the workload has matrix products or convolutions.
       seconds: the least duration of a timing round.
-      choice: "best" to time only the peer's fastest variant, or "all".
     """
 
     op: str
@@ -59,9 +55,8 @@ class Task:
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """The name of a variant, the precision of its products or None, and a function that measures the variant.
 
-The function returns fields of `measure.MEASURED` and `results`: the floating results for `Task.small`, in the order of
-jaxbp's results. If no error can be measured, `results` is None, and `error_reason` may give the reason. If the results
-should differ from jaxbp's, the dict also has `reference`, the float64 results to compare with.
+The function returns fields of `measure.MEASURED`, and the floating results for `Task.small` as `results`, or None if
+they cannot be compared. `reference` has the float64 results if they are not jaxbp's.
 """
 
 

@@ -1,7 +1,4 @@
-"""cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend, as a peer of the bench.
-
-The operators take each example as an array `(features, 1, 1)`, and LayerNorm's scale and bias in float32.
-"""
+"""cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend, as a peer of the bench."""
 
 from importlib import metadata
 

@@ -29,6 +29,6 @@ BACKWARDS = {"layer_norm_backward": _layer_norm_backward}
 
 def variants(task):
     found = variants_of(task, ops(FORWARDS, BACKWARDS), [], best=2) if task.op in FORWARDS | BACKWARDS else ()
-    # Liger-Kernel's dense layer with cross-entropy reads a tensor on the host. A CUDA graph cannot capture this read.
+    # The dense layer with cross-entropy reads a tensor on the host, which a CUDA graph cannot capture.
     wanted = "eager" if task.op == "linear_softmax_cross_entropy" else "CUDA graph"
     return [variant for variant in found if task.choice != "best" or variant[0].startswith(wanted)]

@@ -1,8 +1,7 @@
 """Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
 
-The code is reimplemented from the article, for jaxbp's wires, logits, and states. By default, gradients of gates that
-read the same input are added in varying order. One variant therefore uses XLA's deterministic operations, as the
-article's code does.
+The code is reimplemented from the article, for jaxbp's wires, logits, and states. One variant uses XLA's deterministic
+operations, as the article's code does.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """
@@ -44,7 +43,7 @@ def _published(logits, automaton, state, steps):
 
 
 def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None = None) -> Array:
-    """Compute `jaxbp.automaton_step`. A cell where `fires` is false keeps its state."""
+    """Compute `jaxbp.automaton_step`."""
     height, width = state.shape[1:3]
     edge = [(0, 0), (1, 1), (1, 1), (0, 0)]
     padded = jnp.pad(state, edge, mode="wrap" if automaton.periodic else "constant")
@@ -55,7 +54,7 @@ def tick(logits: tuple, automaton: Automaton, state: Array, fires: Array | None 
 
 
 def _cell(logits, automaton, patch):
-    """Return a cell's next state `(channels,)`. `patch` has the states of its 3 x 3 neighborhood, `(9, channels)`."""
+    """Return a cell's next state from the states of its neighborhood, `(9, channels)`."""
 
     def perceived(of_kernel):
         x = patch.T

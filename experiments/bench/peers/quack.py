@@ -1,7 +1,6 @@
 """QuACK's norms, and its dense layer with cross-entropy, written in CuTe, as a peer of the bench.
 
-QuACK has no autograd function for LayerNorm, so this module joins LayerNorm's forward and backward. The forward takes
-scale and bias in float32.
+QuACK has no autograd function for LayerNorm, so this module joins LayerNorm's forward and backward.
 """
 
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""tokamax's norms, in JAX with Triton kernels, as a peer of the bench. They are timed like jaxbp's implementations."""
+"""tokamax's norms, in JAX with Triton kernels, as a peer of the bench. tokamax has no public backwards."""
 
 import functools
 from importlib import metadata
@@ -19,7 +19,6 @@ FORWARDS = {
 
 
 def variants(task):
-    """Yield tokamax's default kernel for a forward with its gradient. tokamax has no public backwards."""
     if task.op in FORWARDS:
         yield "default", None, functools.partial(measure, task)
 

@@ -1,8 +1,7 @@
 """PyTorch as a peer of the bench.
 
 A captured training step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. In the
-mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update. Products of
-float32 are timed in float32 and in TF32; the best variant has the precision of jaxbp's rows.
+mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update.
 """
 
 import collections
@@ -39,18 +38,16 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""The time in seconds after which `compile_layers` compiles no further layer."""
+"""`compile_layers` starts no further layer after this time."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task. `results()`
-returns the results for `task.small`. `fields` are further fields of the row."""
+"""A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()`
+returns the results for `task.small`, and `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
-    """Yield the variants of a task: in the mode "eager", and on a GPU also in "CUDA graph" and in the given modes.
+    """Yield the variants of a task: "eager", and on a GPU also "CUDA graph" and `modes`, the fastest last.
 
-    Args:
-      modes: further modes that `build` accepts, with the fastest modes last.
-      best: the number of modes, counted from the last, that are timed if the task's choice is "best".
+    If the task's choice is "best", only the last `best` modes count.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
@@ -66,8 +63,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     """Time the task, compute its results eagerly, and measure its temporary memory.
 
-    In the mode `COMPILED_STEP`, temporary memory is not measured. PyTorch's compiler then captures CUDA graphs, and
-    PyTorch does not count their memory.
+    PyTorch does not count the memory of the CUDA graphs that its compiler captures in the mode `COMPILED_STEP`.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does
@@ -92,10 +88,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
 
 
 def ops(forwards: Functions, backwards: Functions) -> Build:
-    """Return a `Build` for ops. `forwards` and `backwards` are dicts from an op to a PyTorch function.
-
-    A call of a forward also computes its gradients.
-    """
+    """Return a `Build` for ops. A call of a forward also computes its gradients."""
     return functools.partial(_op, forwards, backwards)
 
 
@@ -131,10 +124,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return float32 statistics of the rows of x: the mean and the inverse standard deviation, or the inverse RMS.
-
-    PyTorch's backwards of norms need them as arguments.
-    """
+    """Return the float32 statistics of the rows of x that PyTorch's backwards of norms take as arguments."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -142,13 +132,13 @@ def _statistics(x, *, centred):
 
 
 def tensor(a):
-    """Return the JAX array as a tensor that shares its memory. Integers are copied to int64 instead."""
+    """Return a tensor that shares the memory of the JAX array. Integers are copied to int64 instead."""
     shared = torch.from_dlpack(a)
     return shared if shared.is_floating_point() else shared.long()
 
 
 def _flat_indices(indices, *, input_size, window, stride=None, padding=0):
-    """Convert jaxbp's indices of maxima within a window to PyTorch's indices within an image."""
+    """Convert jaxbp's indices within a window to PyTorch's indices within an image."""
     window, padding = _pair(window), _pair(padding)
     stride = window if stride is None else _pair(stride)
     rows, columns = (
@@ -178,7 +168,7 @@ def _linear_backward(dy, x, w):
 
 
 def _conv2d_backward(dy, x, w, wanted, stride=1, padding=0):
-    # `wanted` is 0 for the gradient with respect to x, and 1 for w. PyTorch then reads only the shape of x or w.
+    # `wanted` is 0 for the gradient with respect to x, and 1 for w.
     none = [False, False, False]
     none[wanted] = True
     stride, padding = _pair(stride), _pair(padding)
@@ -237,10 +227,7 @@ def _linear_softmax_cross_entropy(x, w, labels, b=None, *, reduction="mean"):
 
 
 def depthwise_conv1d(convolve: Callable, x, w, b, *, padding, groups, dimension_numbers):
-    """Return a causal depthwise convolution in the layouts of `dimension_numbers`.
-
-    `convolve(x, w, b)` takes x in the layout NCW and w in the layout OIW, and returns y in the layout NCW.
-    """
+    """Return a causal depthwise convolution. `convolve(x, w, b)` takes x in NCW and w in OIW, and returns NCW."""
     if padding != "CAUSAL" or groups != len(b):
         raise NotImplementedError(f"padding={padding!r} and groups={groups}")
     x_layout, w_layout, y_layout = dimension_numbers
@@ -292,10 +279,8 @@ FORWARDS = {
 def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a `Build` for training steps.
 
-    Args:
-      make: `make(task, arguments) -> (model, parameters, loss_of)`. The list of parameters has the order of the
-        gradients in jaxbp's results. `loss_of(model)` returns the loss.
-      optimiser_of: returns an optimizer for a list of parameters.
+    `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function from a
+    model to its loss. `optimiser_of` returns an optimizer for a list of parameters.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -333,8 +318,10 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile the layers one after the other until `COMPILE_SECONDS` have passed, because a whole model can take many
-    minutes. Return the seconds, and a note if some layers were not compiled, as fields of the bench's row."""
+    """Compile layer after layer until `COMPILE_SECONDS` have passed, because a whole model can take many minutes.
+
+    Return the seconds, and a note if layers are left, as fields of the row.
+    """
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:
@@ -412,10 +399,7 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak memory of a call in bytes, or None without a GPU.
-
-    The memory of the results, and memory allocated before the call, are subtracted.
-    """
+    """Return the peak memory of a call, without its results, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -1,9 +1,7 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-The networks use jaxbp's wires, parameters, and inputs. torchlogix has three parametrizations of a gate: `raw`, with 16
-logits per gate, and `light` and `warp`, with four parameters. The results of `raw` and `light` are compared with
-float64 results of jaxbp's network. The results of `warp` are not compared, because it computes a different function
-than jaxbp's `walsh`: see `WARP`.
+The networks use jaxbp's wires, parameters, and inputs. A gate has 16 logits in torchlogix's parametrization `raw`, and
+four parameters in `light` and `warp`.
 """
 
 import functools
@@ -34,13 +32,10 @@ from experiments.bench.training_workloads import (
 
 VERSION = metadata.version("torchlogix")
 PARAMETRIZATIONS = {"raw": "softmax", "light": "input_wise", "warp": "walsh"}
-"""Dict from torchlogix's parametrizations to jaxbp's parametrizations with as many parameters per gate."""
 WARP = "warp takes the sigmoid of a sum at relaxed inputs; jaxbp's walsh interpolates between rows of the truth table"
 
 
 def variants(task):
-    """Yield each parametrization in each mode. Convolutional networks take long to compile, so they are compiled by
-    layer."""
     if not task.op.startswith("logic"):
         return
     modes = [COMPILED_LAYERS] if task.op == "logic-conv" else [COMPILED_STEP, COMPILED_GRAPH]
@@ -92,7 +87,7 @@ def _convolution(ours, size, options):
 
 
 def _joined(results, place):
-    """Return the loss and the gradients. The gradients of all levels of a convolution are joined into one array."""
+    """Return the loss and the gradients, with one array for all levels of a convolution."""
     loss, *gradients = results
     joined = [loss]
     for convolution in LOGIC_CONV[place].convolutions:

@@ -1,7 +1,7 @@
 """Convert trees of gates between the layouts of jaxbp and torchlogix.
 
-A convolution's kernel is one tree of gates. torchlogix has one array of parameters per level of the trees, `(gates,
-kernels, parameters)`. Its array of leaves has input a of every gate, and then input b of every gate.
+torchlogix has one array of parameters per level of the trees, `(gates, kernels, parameters)`. Its array of leaves has
+input a of every gate, and then input b of every gate.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ from jaxtyping import Int, Shaped
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
     """Return the positions that the first level's gates read. Element 0 has the inputs a, and element 1 the inputs b.
 
-    A position is (channel, row, column) in `leaves`, and (row, column, channel) in the result.
+    A position is (channel, row, column) in `leaves` and (row, column, channel) in the result.
     """
     return np.stack([leaves[:, ::2], leaves[:, 1::2]])[..., [1, 2, 0]]
 
 
 def to_levels(parameters: Shaped[np.ndarray, "kernels gates parameters"]) -> list[np.ndarray]:
-    """Split the parameters into one array per level, `(gates, kernels, parameters)`. The leaves' level is first."""
+    """Split the parameters into one array per level, the level of the leaves first."""
     counts = [2**level for level in reversed(range((parameters.shape[1] + 1).bit_length() - 1))]
     return np.split(parameters.swapaxes(0, 1), np.cumsum(counts)[:-1])
 
 
 def from_levels(levels: Sequence[np.ndarray]) -> Shaped[np.ndarray, "kernels gates parameters"]:
-    """Join the arrays of all levels, `(gates, kernels, parameters)`, into one array. This inverts `to_levels`."""
     return np.concatenate(levels).swapaxes(0, 1)
