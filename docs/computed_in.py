@@ -1,7 +1,4 @@
-"""Find the dtypes in which ops compute, by walking the jaxprs of each op, its gradient, and the kernels in both.
-
-Nothing runs. A kernel's body is traced in the form that is lowered for a GPU.
-"""
+"""Find the dtypes in which ops compute, from the jaxprs of each op, its gradient, and the kernels in both."""
 
 import functools
 from collections import defaultdict
@@ -19,14 +16,13 @@ SUMS = "reduce_sum reduce_window_sum reduce_prod cumsum cumprod cumlogsumexp psu
 FUNCTIONS = "exp exp2 expm1 log log1p logistic tanh sin cos tan erf erfc erf_inv rsqrt sqrt cbrt pow div integer_pow"
 PRIMITIVES = {
     "sums": {*SUMS.split(), "select_and_scatter_add", "wgmma_ref"},
-    # Loops of these operations also compute sums.
+    # Loops of these operations may compute sums.
     "terms": {"add", "sub"},
-    # XLA's products are summed in float32, and rounded to the dtype of their result.
     "products": {"dot_general", "conv_general_dilated", "ragged_dot_general"},
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""The primitive of matrix products in kernels. Its first operand is the accumulator."""
+"""The primitive of products in kernels. Its first operand is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -40,12 +36,11 @@ ADD_IN_HALF = {
     "layer_norm_linear",
     "mlp_softmax_cross_entropy",
 }
-"""Ops that add a bias in half precision to a rounded product. This costs one more rounding, for products of
-any size."""
+"""Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]
-"""Dict from each kind in `PRIMITIVES` to the floating dtypes in which an op computes. The key "results" has the dtypes
-of results and gradients. The key "kept" has the dtypes of arrays saved for the backward; "inputs" stands for inputs."""
+"""Dict from each kind in `PRIMITIVES` to the floating dtypes in which an op computes. "results" has the dtypes of
+results and gradients. "kept" has the dtypes of arrays saved for the backward, or "inputs" for inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -53,9 +48,9 @@ of results and gradients. The key "kept" has the dtypes of arrays saved for the 
 
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
-    """Return the dtypes in which an op computes, in the small case and the real cases of its catalogue entry.
+    """Return the dtypes in which an op computes, in the cases of its catalogue entry.
 
-    Backwards use only the small case. So do ops that run another op's kernels.
+    Backwards, and ops that run another op's kernels, use only the small case.
     """
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
@@ -77,7 +72,7 @@ def _walk_case(entry: Entry, case: Case, implementation: str, dtype: str, dtypes
 
 
 def _with_gradients(op, *arrays):
-    """Return `((results, gradients), residuals)`. Residuals are the arrays that JAX saves for the backward."""
+    """Return `((results, gradients), arrays saved for the backward)`."""
     leaves, structure = jax.tree.flatten(arrays)
 
     def of_floats(*values):
@@ -89,7 +84,7 @@ def _with_gradients(op, *arrays):
 
 
 def walk(jaxpr: Any, dtypes: Found) -> Found:
-    """Add to `dtypes` the dtypes in which a jaxpr and its nested jaxprs compute. Return `dtypes`."""
+    """Add to `dtypes` the dtypes in which a jaxpr and its nested jaxprs compute."""
     for equation in _equations(jaxpr):
         name = equation.primitive.name
         variables = equation.invars[:1] if name == TENSOR_CORES else equation.outvars
@@ -115,7 +110,6 @@ HEAD = ("ops", "`implementation`", "sums", "XLA's products", "exponentials, root
 
 
 def table() -> str:
-    """Return a Markdown table with one line per group of ops that compute in the same dtypes."""
     names = [name for name in ENTRIES if "_backward" not in name and "_with_" not in name]
     lines: dict[tuple[str, ...], list[str]] = {}
     for name in names:
@@ -149,6 +143,6 @@ def _text(dtypes: set[str]) -> str:
 
 
 def _order(cells: tuple[str, ...]) -> tuple:
-    """Return the sort key of a line of the table. Lines of ops without matrix products come first."""
+    """Sort ops without matrix products first."""
     implementation, sums, products, functions, kept = cells
     return bool(products), "*" in sums, bool(sums), bool(functions), kept, implementation == "pallas"

@@ -12,7 +12,6 @@ import jaxbp
 project = "jaxbp"
 author = copyright = "the authors of jaxbp"
 version = release = jaxbp.__version__
-# The extension mathml is the file mathml.py next to this file.
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "mathml"]
 exclude_patterns = []
 html_theme = "furo"

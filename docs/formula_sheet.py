@@ -14,11 +14,9 @@ import typeset
 from jaxbp.catalogue import CATALOGUE, Entry
 
 HEADINGS = ("Args:", "Returns:", "Raises:", "Example:", "Source")
-"""Headings of the parts of a docstring that have no formulas."""
 
 
 def write(folder: Path) -> None:
-    """Write the pages into `folder`, and delete everything else in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, text in pages().items():
@@ -34,7 +32,7 @@ def pages() -> dict[str, str]:
 
 def _page(module: typing.Any, entries: list[Entry]) -> str:
     first, *text = inspect.getdoc(module).split("\n\n")
-    # The first paragraph may continue after the title, as in "Max-pooling: the forward keeps ...", or with a sentence.
+    # The first paragraph may continue after the title, as in "Max-pooling: the forward keeps ...".
     sentence = " ".join(first.split())
     title = re.split(r":|\. |, (?:each|which)\b", sentence)[0].rstrip(".")
     text = text if sentence.rstrip(".") == title else [sentence, *text]
@@ -58,7 +56,6 @@ def _entry(entry: Entry) -> Iterator[str]:
 
 
 def with_math(paragraph: str) -> str:
-    """Return the paragraph with its formulas as LaTeX."""
     if paragraph.startswith("    "):
         parts = [part.strip() for part in re.split(r"\n|(?<=,)\s{2,}", paragraph)]
         formulas = [(typeset.latex(part.rstrip(",.")), part) for part in parts]

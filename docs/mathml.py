@@ -30,9 +30,7 @@ def _visit(translator: HTML5Translator, node: Element) -> None:
 
 
 def _for_docutils(tex: str) -> str:
-    """Return LaTeX that docutils renders as TeX renders `tex`.
-
-    docutils draws an accented letter's subscript below the letter, and prints the backslash of `\\_` in words.
-    """
+    """Work around docutils: it draws an accented letter's subscript below the letter, and prints the backslash of `\\_`
+    in words."""
     tex = ACCENT_WITH_INDEX.sub(r"\1{}_", tex)
     return WORD.sub(lambda word: word[0].replace(r"\_", "_"), tex)

@@ -3,14 +3,14 @@
     python docs/tables.py            # rewrite stale pages and charts
     python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any
 
-A table in a page is between two marks. The first mark says how the table is made:
+A table in a page is between two marks:
 
     <!-- table: works backwards op=conv2d_* -->
     ...
     <!-- end -->
 
-Here `works` is a key of `TABLES`, and `backwards` is the file docs/results/backwards.json. The name of a file may
-be a pattern. `op=` keeps the rows whose op matches, and other options go to the function of the table.
+Here `works` is a key of `TABLES`, and `backwards` is the file docs/results/backwards.json, or a pattern of files. `op=`
+keeps the rows whose op matches, and other options go to the function of the table.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def stale() -> dict[Path, str]:
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have tables. Pages of the lab keep their old figures."""
+    """Return the pages that may have tables."""
     docs = measurements.DOCS
     return [docs.parent / "README.md", *(path for path in sorted(docs.rglob("*.md")) if not is_diary(path))]
 
@@ -62,7 +62,6 @@ def is_diary(page: Path) -> bool:
 
 
 def render(text: str, page: Path) -> str:
-    """Return the page with new tables, whose links are relative to the page."""
     to_docs = os.path.relpath(measurements.DOCS, page.parent)
 
     described: set[str] = set()
@@ -76,12 +75,9 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(described: set[str], kind: str, *words: str) -> str:
-    """Return the table of a mark, with the sources of its figures below.
+    """Return the table of a mark, with a description of its result files.
 
-    Args:
-      described: the files whose description is above on the page. The files of the table are added.
-      kind: a key of `TABLES`.
-      words: names of result files, and options `name=value`.
+    `described` has the files that are described above on the page. The files of the table are added.
     """
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
@@ -130,7 +126,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "supported": supported,
 }
 WITH_THEIR_SOURCES = ("computed_in", "fuzz", "program_costs", "programs", "slower", "training", "summary", "supported")
-"""Tables that state where their figures come from."""
+"""Tables that describe their result files."""
 
 
 if __name__ == "__main__":

@@ -359,8 +359,8 @@ def test_a_table_names_only_the_packages_that_its_rows_use(book):
     versions = {"jax": "1", "flax": "2", "PyTorch": "3", "QuACK": "4", "tokamax": "5", "published automaton": "1"}
     run = report(row(), row(implementation="QuACK eager", peer="QuACK")) | {"versions": versions}
     assert "a device, jax 1, PyTorch 3, QuACK 4, 2026" in book("works run", run=run)
-    run["rows"] = [row("a training step"), row("a training step", "published automaton", peer="published automaton")]
-    assert "a device, jax 1, flax 2, 2026" in book("works run", run=run)
+    run["rows"] = [row(), row(implementation="published automaton", peer="published automaton")]
+    assert "a device, jax 1, 2026" in book("works run", run=run)
 
 
 def test_works_are_chosen_by_patterns(book):
@@ -460,7 +460,7 @@ def test_kernels_slower_than_autodiff_are_listed_from_the_newest_run(book):
     later = report(row("b"), row("b", "autodiff", 11.0)) | {"date": "2026-11-23T10:00:00+00:00"}
     page = book("slower *", run=report(*rows, row("a", "B", 1.0, peer="B")), later=later)
     assert "slower than autodiff in 1 of 2 measured workloads" in page
-    assert cells(page)[1:] == [["a, batch 128", "10", "5", "0.50x"]]
+    assert cells(page) == [["workload", "speedup over autodiff"], ["a, batch 128", "0.50x"]]
     assert "Measured on a device, jax 0.12.0: [run.json](results/run.json)." in page
 
 

@@ -28,14 +28,11 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
 }
-"""Optional columns of `works`: the heading, and a function that makes the cell from the rows of a workload."""
+"""Optional columns of `works`: a heading, and a function from the rows of a workload to a cell."""
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return "A / B", the precisions of the matrix products in two rows. Equal precisions are named once.
-
-    If neither row has products, the result is "".
-    """
+    """Return "A / B", the precisions of the matrix products in two rows, or "A" if they are equal."""
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
@@ -65,10 +62,7 @@ def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Count the workloads whose ratio is from `low` to `high`: the time of `None` divided by the time of autodiff.
-
-    Return a sentence with this number, and a table of the other workloads.
-    """
+    """Return a table of the time of `None` divided by the time of autodiff, without ratios from `low` to `high`."""
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])
@@ -85,7 +79,7 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
 
 
 def formulations(reports: Reports) -> str:
-    """Return a table of the times of all peer variants, each divided by the fastest variant's time for the workload."""
+    """Return a table of the times of all variants of peers, divided by the time of the fastest variant."""
     columns = {}
     for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
         fastest = min(time(row) for row in group.values() if time(row))
@@ -103,21 +97,18 @@ def slower(reports: Reports) -> str:
         for title, group in works_of(rows):
             ours, theirs = group.get("pallas"), autodiff(group)
             if time(ours) and time(theirs):
-                newest[title] = time(theirs) / time(ours), ours, theirs, name
+                newest[title] = time(theirs) / time(ours), name
     slow = sorted((item for item in newest.items() if item[1][0] < 1), key=lambda item: item[1][0])
     heading, titles = hoisted([title for title, _ in slow])
-    lines = [
-        [title, microseconds(ours), microseconds(theirs), times(ratio)]
-        for title, (_, (ratio, ours, theirs, _)) in zip(titles, slow, strict=True)
-    ]
+    lines = [[title, times(ratio)] for title, (_, (ratio, _)) in zip(titles, slow, strict=True)]
     count = f'An explicit `"pallas"` is slower than autodiff in {len(lines)} of {len(newest)} measured workloads:'
-    table = markdown([heading, "`pallas`", "`autodiff`", "speedup over autodiff"], lines)
-    files = {name: reports[name] for name in sorted({name for _, (*_, name) in slow})}
+    table = markdown([heading.removesuffix(", µs"), "speedup over autodiff"], lines)
+    files = {name: reports[name] for name in sorted({name for _, (_, name) in slow})}
     return f"{count}\n\n{table}\n\nMeasured on {devices(files)}: {', '.join(map(link, files))}."
 
 
 def dtypes(reports: Reports) -> str:
-    """Return a table of the speed and memory of training steps in each dtype, relative to float32 in the same run."""
+    """Return a table of the speed and memory of training steps in each dtype, relative to float32."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from figures.measurements import Report, Reports, Row, grouped, rows_of, time, waits_for_host
 
 WHY = "why not faster"
-"""Heading of the column of reasons in the summary."""
 PUBLISHED = "published automaton"
-"""Name of a peer that is not a package. Its recorded version is the version of JAX."""
+"""A peer that is not a package. Its recorded version is the version of JAX."""
 
 
 def number(value: float | None) -> str:
-    """Format a number with two digits below 10, with three below 100, and as an integer above. Format None as ""."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2g}"
@@ -52,7 +50,7 @@ def temporaries(row: Row | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table. Columns that are empty in every line are left out, except for the first column."""
+    """Return a Markdown table without columns that are empty in every line, except for the first column."""
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
     rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
@@ -91,23 +89,21 @@ PEER_PACKAGES = {
     "tokamax": ("tokamax",),
     "torchlogix": ("PyTorch", "torchlogix"),
 }
-"""Dict from peers to the packages that they use, by their names in the `versions` of a run."""
+"""The packages of each peer, by their names in the `versions` of a run."""
 
 
 def packages(report: Report) -> str:
     versions, rows = report.get("versions", {}), rows_of(report)
-    hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", PUBLISHED}
+    hidden = {"python", "jax", "jaxlib", "jaxbp", "numpy", "flax", "optax", PUBLISHED}
     used = {package for row in rows for package in PEER_PACKAGES.get(row.get("peer"), ())}
     hidden |= {package for of_peer in PEER_PACKAGES.values() for package in of_peer} - used
-    if rows and all("training step" not in row.get("work", "training step") for row in rows):
-        hidden |= {"flax", "optax"}  # The bench uses them only in training steps.
     names = {"cuDNN": "cuDNN frontend"}
     shown = [name for name in ("jax", *(name for name in versions if name not in hidden)) if name in versions]
     return ", ".join(f"{names.get(name, name)} {versions[name]}" for name in shown)
 
 
 def provenance(name: str, report: Report) -> str:
-    """Return the text below a table: the run's device, versions, date, measured rates, errors, and command."""
+    """Return the description of a run."""
     rows, commit = rows_of(report), report.get("commit") or ""
     where = f"{report['device']}, {packages(report)}, {day(report)}"
     where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
@@ -142,8 +138,7 @@ def day(report: Report) -> str:
 def command(report: Report) -> str:
     """Return the command line that repeats a run.
 
-    Two scripts have moved from docs/lab/ to experiments/studies/, and are named by their new path. The other scripts of
-    docs/lab/ exist only in old commits, so `git checkout` precedes their command.
+    Two scripts have moved from docs/lab/ to experiments/studies/. The others exist only in old commits.
     """
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved

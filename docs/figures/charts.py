@@ -19,14 +19,13 @@ STYLE = """
   }
   text { font: 13px system-ui, sans-serif }
 """
-"""A picture has a background, because the color scheme of the page may differ from the browser's. The outline of a
-`value` has the color of the background, so that grid lines do not cross the text."""
+"""A picture has a background, because the color scheme of the page may differ from the browser's."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
-"""Pixels: width of the picture, of the names, and of the space right of the longest bar; height of a bar."""
+"""Pixels: width of the picture, of the names, and of the space right of the longest bar, and height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""The CSS class of a bar, its two ends as fractions of the axis, and the text after it."""
+"""The CSS class, the two ends as fractions of the axis, and the text after the bar."""
 
 
 def speed() -> str:
@@ -53,7 +52,6 @@ def speed() -> str:
 
 
 def floors() -> str:
-    """Return a chart of the percentage of the roofline that each kernel reaches, at its worst and its best size."""
     bars = {}
     for name, shares in sorted(kernel_shares().items(), key=lambda item: (-max(item[1]), item[0])):
         worst, best = min(shares), max(shares)
@@ -65,10 +63,7 @@ def floors() -> str:
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """Return a dict from each kernel to the fractions of the roofline that it reaches, one per measured size.
-
-    If several runs measured the same size, batch, and precision, the newest run counts.
-    """
+    """Return the fractions of the roofline that each kernel reaches, one per measured size, in the newest run."""
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
         if row.get("implementation") == "pallas" and row.get("floor_fraction"):
@@ -86,10 +81,8 @@ def chart(
 ) -> str:
     """Return an SVG picture of horizontal bars.
 
-    Args:
-      legend: a dict from a CSS class of bars to its explanation.
-      ticks: a dict from a fraction of the axis to its label.
-      bars: a dict from a name to its lines. A line has one or more bars.
+    `legend` maps CSS classes of bars to explanations, `ticks` maps fractions of the axis to labels, and `bars` maps
+    names to lines of bars.
     """
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:

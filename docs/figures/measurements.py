@@ -11,8 +11,7 @@ DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
 """The first of these implementations with a time represents jaxbp."""
 HOST_BOUND = 0.05
-"""If the host waits for the device for less than this share of the time, the host limits the time, as in
-experiments/bench/report.py."""
+"""As in experiments/bench/report.py."""
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
@@ -21,7 +20,7 @@ Reports = Mapping[str, Report]
 
 
 def load(pattern: str) -> dict[str, Report]:
-    """Return the runs in docs/results/ by the name of their file, the oldest run first. Names match `pattern`."""
+    """Return the runs in docs/results/ whose names match, the oldest run first."""
     paths = (DOCS / "results").glob(f"{pattern}.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)}
     return dict(sorted(reports.items(), key=lambda item: str(item[1]["date"])))
@@ -40,7 +39,7 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """For each workload and batch size, yield its title and a dict from each implementation to its row."""
+    """For each workload and batch size, yield its title and its rows by implementation."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
@@ -66,7 +65,7 @@ def library(rows: Mapping[str, Row]) -> Row | None:
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of JAX's autodiff. It differentiates the op's definition or another form in plain JAX."""
+    """Return the fastest row of autodiff, of the op's definition or of another form in plain JAX."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 
@@ -76,14 +75,14 @@ def has_products(row: Row) -> bool:
 
 
 EXACT = 1e-5
-"""A float32 row whose error is below this number computes its products in exact float32."""
+"""A row with a smaller error computes its products in exact float32."""
 
 
 def products(row: Row | None) -> str:
     """Return the precision in which a row computes its matrix products, or "" if it has none.
 
-    At the default precision, a float32 row counts as "exact" if its error is below `EXACT`. jaxbp's kernels may use
-    TF32 only at large batches. If their error was measured at a smaller batch, the result is therefore "TF32".
+    jaxbp's kernels may use TF32 only at large batches. If their error was measured at a smaller batch, the result is
+    therefore "TF32".
     """
     if row is None or not has_products(row):
         return ""

@@ -52,7 +52,7 @@ def seeds(reports: Reports) -> str:
 
 
 def setting(report: Report, row: Row) -> str:
-    """Return the settings of a run as text. Older result files store the settings in several fields."""
+    """Return the settings of a run. Older result files have them in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
@@ -62,9 +62,9 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return a dict from column headings to cells, for runs with the same settings and different seeds.
+    """Return the cells of runs with the same settings, by their heading.
 
-    For automata, a cell counts the runs in which every trial was right. For other models, it has the mean accuracy.
+    For automata, the cells count runs in which every trial was right.
     """
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
@@ -104,8 +104,7 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 def profile(reports: Reports) -> str:
     """Return a table of the kernels that took at least `LEAST_SHARE` of the time of their workload's kernels.
 
-    All launches of a kernel in a workload share one line. Their times are added. Their percentages are averages,
-    weighted by the times. Only the first line of a workload names it.
+    The launches of a kernel share one line, with the sum of their times, and with averages that the times weight.
     """
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():
@@ -142,7 +141,6 @@ def profile_of(measured: Sequence[Row]) -> list[list[str]]:
 
 
 def accuracy(reports: Reports) -> str:
-    """Return a table of the largest error of each op and its backwards, as a percentage of the allowed error."""
     rows = all_rows(reports)
     columns = list(dict.fromkeys((row["implementation"], row["dtype"]) for row in rows))
     lines = []
@@ -195,14 +193,10 @@ def frozen(reports: Reports) -> str:
 
 
 SAYS_NOTHING = ("failed", "timed out")
-"""Outcomes of the sanitizer that are inconclusive."""
 
 
 def sanitizer(reports: Reports) -> str:
-    """Return a table with the newest conclusive outcome of each op under each tool of compute-sanitizer.
-
-    Ops with equal outcomes share a line.
-    """
+    """Return a table with each op's newest conclusive outcome per tool. Ops with equal outcomes share a line."""
     rows = all_rows(reports)
     tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
@@ -216,10 +210,6 @@ def sanitizer(reports: Reports) -> str:
 
 
 def many_devices(reports: Reports) -> str:
-    """Return a table of the times of training steps on one device, on a mesh of one device, and on a mesh of all.
-
-    The number of examples per device is the same.
-    """
     (report,) = reports.values()
     lines = [
         [
@@ -241,7 +231,6 @@ def step(row: Row) -> str:
 
 
 def communication(reports: Reports) -> str:
-    """Return a table of the collectives in each training step, and of the batch at which they take 5% of the time."""
     compiled, *measured = reports.values()
     model = summing(compiled, *measured) if measured else None
     lines = []
@@ -257,12 +246,11 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a model of the sum of gradients over the devices of `compiled`, as a function of a workload's title.
+    """Return a function from a workload to the microseconds of the sum of its gradients over the devices of `compiled`,
+    and to the batch for 95% efficiency.
 
-    The function returns the microseconds of the sum, and the batch for 95% efficiency. docs/benchmarks/devices.md
-    describes the model. The time of a step on one device is a line through the first and the last measured time. If
-    only one time was measured, it is proportional to the batch. At 95% efficiency, this time is 19 times the time of
-    the sum.
+    docs/benchmarks/devices.md describes the model. The time of a step on one device is a line through the first and the
+    last measured time, or proportional to the batch if only one was measured.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
@@ -285,7 +273,6 @@ def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, 
 
 
 def programs(reports: Reports) -> str:
-    """Return a table of public programs, with the number of changed lines and the largest difference of a loss."""
     lines = []
     for row in all_rows(reports):
         at = f"https://github.com/{row['repository']}/blob/{row['commit']}/{row['path']}"
@@ -313,7 +300,6 @@ def programs(reports: Reports) -> str:
 
 
 def program_costs(reports: Reports) -> str:
-    """Return a table of the time and the peak memory of a training step in original and changed public programs."""
     lines = []
     for row in all_rows(reports):
         before, after = row["original"], row["changed"]
@@ -333,7 +319,6 @@ def program_costs(reports: Reports) -> str:
 
 
 def computed_in(reports: Reports) -> str:
-    """Return the table of docs/computed_in.py, which needs no run."""
     from computed_in import table
 
     return table()

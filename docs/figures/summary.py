@@ -10,10 +10,10 @@ from figures.measurements import Reports, Row, all_rows, autodiff, best_peer, li
 class Family(NamedTuple):
     name: str
     page: str
-    """Page in docs/benchmarks/ with the tables of the family."""
+    """Page in docs/benchmarks/."""
     file: str
     work: str
-    """Prefix of the workload and batch in the family's rows."""
+    """Prefix of the workload and batch in the rows."""
     why: str
     """Reason why jaxbp is no closer to the roofline, without figures."""
 
@@ -103,7 +103,7 @@ def summary(reports: Reports) -> str:
 
 
 def of_autodiff(row: Row | None) -> str:
-    """Return a cell with the time of a row of autodiff, and the name of its formula if it is not the definition."""
+    """Return the time of a row of autodiff, with the name of its formula if it is not the definition."""
     if row is None:
         return ""
     formula = row["implementation"].removeprefix("autodiff").removeprefix(", ")

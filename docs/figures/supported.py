@@ -11,10 +11,7 @@ BY_CI = "by CI, with every test"
 
 
 def supported(reports: Reports) -> str:
-    """Return a table with one line per version of Python that CI or a run on a GPU uses.
-
-    CI uses the versions that `.ci/run` prefers. The oldest JAX is the lower bound in `pyproject.toml`.
-    """
+    """Return a table with one line per version of Python that CI or a run on a GPU uses."""
     root = measurements.DOCS.parent
     oldest, newest = re.findall(
         r"^(?:oldest|newest)=\$\(find_python python(\S+)", (root / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE

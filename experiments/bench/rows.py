@@ -1,8 +1,7 @@
 """The rows of the report: one per workload, batch size, and way to compute the workload.
 
-The ways are the implementations of jaxbp, baselines (other formulations in plain JAX), and variants of peers (other
-libraries). No program is compiled while another is timed, because compilers use the host's cores, and XLA tries
-algorithms on the GPU.
+The ways are the implementations of jaxbp, baselines (other formulations in plain JAX), and variants of peers. No
+program is compiled while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -23,14 +22,12 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program makes enough calls to take `PROGRAM_SECONDS` at the roofline, but at most `MOST_CALLS`. A dispatch takes
-a tenth of this time."""
+"""A program makes enough calls to take ten times as long as a dispatch, but at most `MOST_CALLS`."""
 CACHE_BYTES = 128 * 2**20
-"""A program also makes enough calls that their arguments together have this size, over twice an H200's L2 cache."""
+"""The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before the first of them is timed. Each executable takes memory, and long
-tracing would leave no time for measuring."""
+"""Limits on the cases that are compiled before the first of them is timed, because each executable takes memory."""
 
 
 class Settings(NamedTuple):
@@ -38,11 +35,10 @@ class Settings(NamedTuple):
 
     Attributes:
       peers: the modules of the peers to time, by name.
-      precision: JAX's precision of float32 products.
       seconds: the least duration of a timing round.
       rates: the rates of this GPU, from `roofline.measured_rates`. Empty on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
-      label: the end of the titles of rows, from `label` of `experiments.bench.__main__`.
+      label: the dtype and precision at the end of a row's title, if the run has several.
     """
 
     implementations: Sequence[str]
@@ -110,19 +106,16 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Time the compilation of each implementation and baseline. Meanwhile, nothing else may compile."""
+        """Time the compilation of each implementation and baseline, while nothing else compiles."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):
                     self._compiled[name] = compile_program(self._function(name), self._structs)
             except Exception:
-                continue  # `submit` will fail in the same way, and the row will record why
+                continue  # `submit` will fail in the same way
 
     def submit(self, compiler: Compiler, accuracy: Accuracy | None) -> None:
-        """Start to compile the programs of all implementations and baselines.
-
-        "pallas" is left out if it launches no kernel. `accuracy` is None if only times are measured.
-        """
+        """Start to compile all programs. "pallas" is left out if it launches no kernel."""
         self.accuracy = accuracy
         print(f"{self.title}: compiling", file=sys.stderr, flush=True)
         with jax.default_matmul_precision(self.settings.precision):
@@ -261,11 +254,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with an added field `speedup_over_autodiff`.
-
-    The speedup is over the fastest autodiff row of the same workload and batch size. The implementation of an autodiff
-    row starts with "autodiff".
-    """
+    """Add `speedup_over_autodiff` to the rows, over the workload's fastest row whose implementation is an autodiff."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

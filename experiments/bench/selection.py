@@ -23,9 +23,8 @@ from jaxbp.catalogue import CATALOGUE
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
     """Return the workloads that the cases name. With `batch_last`, return only ops, and move the batch axis to the end.
 
-    Args:
-      cases: each is "all", "ops", or the name of an op or a training step, with or without a size, as in
-        "automaton:32x32". The name of a forward also selects its backwards.
+    A case is "all", "ops", or the name of an op or a training step, with or without a size, as in "automaton:32x32".
+    The name of a forward also selects its backwards.
     """
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
@@ -58,10 +57,9 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """For each family, choose the first workload and the middle one of its default batch sizes. Return them as a dict.
+    """Return each family's first workload, with the middle one of its default batch sizes.
 
-    A family is the ops of one module, or the training steps of one kind. The automaton's ops and its training step are
-    one family.
+    A family is the ops of one module, or the training steps of one kind.
     """
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
@@ -74,7 +72,6 @@ def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
 
 
 def with_batch_last(workload: Workload) -> Workload:
-    """Return the workload on arrays whose last axis is the batch axis instead of the first."""
 
     def structs(batch):
         arguments = jax.eval_shape(lambda: workload.draw(0, batch, "float32"))

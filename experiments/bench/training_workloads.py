@@ -1,7 +1,4 @@
-"""Workloads that are training steps of LeNet, of a mixer, of logic networks, or of an automaton.
-
-The timed program is a scan over training steps, which compute the loss and its gradients, and update the parameters.
-"""
+"""Workloads that are training steps of LeNet, of a mixer, of logic networks, or of an automaton."""
 
 import functools
 import math
@@ -47,10 +44,10 @@ def mixer_workload() -> Workload:
 def logic_workload(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Workload:
-    """Return a training step of a logic network with six layers of `gates` gates, as published for MNIST."""
+    """Return a training step of the logic network with six layers that was published for MNIST."""
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
-    # The reference for errors runs in float64 on the CPU, where 16 functions per gate and example are slow.
+    # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
     options = dict(error_batch=max(1, 8000 * 128 // gates), draw_inputs=_draw_bits, optimiser=_ADAM)
     batches = (128, 1024), cpu_batches
     return _training_step(
@@ -92,7 +89,7 @@ class LogicConvSizes(NamedTuple):
       shape: channels, height, and width of an image.
       convolutions: the convolutions of trees of gates, each followed by a max-pool.
       widths: the number of gates in each layer after the convolutions.
-      tau: the divisor of a class's score. The score is the sum of the class's gates, divided by tau.
+      tau: the divisor of the sums of gates that are the scores of the classes.
     """
 
     shape: tuple[int, int, int]
@@ -115,17 +112,16 @@ LOGIC_CONV = {
     ),
     "cifar-m": LogicConvSizes((9, 32, 32), _CIFAR_CONVOLUTIONS, tuple(256 * width for width in _WIDTHS), 40.0),
 }
-"""The published networks of size M, for MNIST and for CIFAR-10. CIFAR-10 images have three bits per color channel.
+"""The published networks of size M. Images of CIFAR-10 have three bits per color channel.
 
 Source: F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
 """
 
 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
-    """Return a training step of the convolutional logic network `LOGIC_CONV[place]`.
+    """Return a training step of `LOGIC_CONV[place]` for random numbers instead of bits.
 
-    The inputs are random numbers instead of bits. With bits, many values in a pooling window would be equal up to
-    rounding, and rounding would decide which value receives the gradient.
+    With bits, values in a pooling window would be nearly equal, and rounding would decide which receives the gradient.
     """
     network, sizes = functools.partial(logic_conv_network, place, parametrization), LOGIC_CONV[place]
     batches, options = ((128,), sizes.cpu_batches), dict(error_batch=1, optimiser=_ADAM)
@@ -154,7 +150,6 @@ def logic_conv_network(
     )
 
 
-# Drawing the wires of hundreds of thousands of gates takes seconds.
 _unique_wires = functools.cache(jaxbp.Wires.unique)
 
 
@@ -182,7 +177,6 @@ def _training_step(
     Args:
       shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
-      draw_inputs: `(key, shape) -> inputs`.
       baselines: a dict from the name of a row to `(model, inputs) -> scores` in plain JAX.
     """
 
@@ -215,14 +209,14 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Dict from the side length of the grid to the default batch sizes on a GPU and on other platforms."""
+"""Default batch sizes on a GPU and on other platforms, per side length of the grid."""
 TICKS = 20
 
 
 def automaton_workload(size: int) -> Workload:
-    """Return a training step of the automaton `CHECKERBOARD`. Its loss is computed after `TICKS` ticks.
+    """Return a training step of the automaton `CHECKERBOARD`.
 
-    The implementation may also be a function `(logits, automaton, state, steps) -> state` that computes a rollout.
+    The implementation may also be a function `(logits, automaton, state, steps) -> state`.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -263,19 +257,17 @@ def automaton_workload(size: int) -> Workload:
 
 
 class Scaled(NamedTuple):
-    """The state of a training step with a loss scale."""
-
     parameters: Any
     scale: LossScale
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """Return the state of a training step: the parameters, with a loss scale if the dtype is float16."""
+    """Return the state of a training step."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return a function like `jax.value_and_grad(loss)`. Its first argument is the state of a training step.
+    """Return a function like `jax.value_and_grad(loss)`, whose first argument is the state of a training step.
 
     For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
     """
@@ -294,14 +286,14 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """Return a program of `calls` training steps. With a loss scale, a step with non-finite gradients updates nothing.
+    """Return a scan over `calls` training steps.
 
     Args:
-      function: takes the state, inputs, and labels, and returns the loss and the gradients, as in `loss_and_gradients`.
+      function: takes the state, inputs, and labels, and returns the results of `loss_and_gradients`.
       implementation: the implementation of the optimizer.
       optimiser: `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """
-    # "pallas" becomes None, so that jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
+    # With None, jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:

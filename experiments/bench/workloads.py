@@ -16,8 +16,7 @@ from jaxbp.verify.arguments import is_float
 GATE_OPERATIONS = 24
 """The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward together.
 
-Each multiply-add or product counts as two operations. There are three of them in the forward, four for da and db, and
-five for the gradients of the coefficients c0 to c3.
+Each multiply-add or product counts as two: three in the forward, four for da and db, and five for the coefficients.
 """
 FORWARD_OPERATIONS = 6
 
@@ -27,17 +26,16 @@ class Workload:
     """An op or a training step to time.
 
     Attributes:
-      op, place: the name of an op and of its size in the catalogue, or the name and the size of a training step.
+      op, place: the name and the size of an op in the catalogue, or of a training step.
       options: the keyword arguments of an op, or the arguments that make the network of a training step.
       batches: the default batch sizes on a GPU and on other platforms.
       function: (implementation, dtype) -> the function to time. The implementation may also be a baseline function.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
       chain: (function, calls, implementation) -> a program of `calls` calls, whose argument is a tuple of sets of
-        arguments. In training steps, `implementation` is the optimizer's implementation; "autodiff" means Optax.
-      steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op,
-        whose program takes one set of arguments per call.
-      arithmetic: batch -> the multiplications and additions per call outside of matrix products and convolutions, if
-        every implementation needs them; 0 if they are not counted.
+        arguments. In training steps, `implementation` is the optimizer's. "autodiff" then means Optax.
+      steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op.
+      arithmetic: batch -> the multiplications and additions per call outside of matrix products and convolutions that
+        every implementation needs, or 0 if they are not counted.
       error_batch: the largest batch size at which results are compared with float64 on the CPU.
       baselines: the name of a row, which starts with "autodiff" -> a function that computes the workload in plain JAX.
     """
@@ -64,7 +62,7 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op at one size of the catalogue. For a forward, it also computes the gradient."""
+    """Return the workload of an op. For a forward, it also computes the gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -100,7 +98,7 @@ def op_workload(entry: Entry, place: str) -> Workload:
 
 
 def _gate_operations(case: Case, backward: bool, batch: int) -> int:
-    """Return the operations per call in the gates of an automaton, or 0 for other ops.
+    """Count the operations in the gates of an automaton, or 0 for other ops.
 
     A backward recomputes the forward's gates, except for the last layer of the last tick.
     """
@@ -113,10 +111,7 @@ def _gate_operations(case: Case, backward: bool, batch: int) -> int:
 
 
 def forward_and_backward(op: Callable) -> Callable:
-    """Return a function that computes an op and its gradients.
-
-    Its signature is `(arrays, cotangents) -> (floating results, other results, gradients)`.
-    """
+    """Return a function `(arrays, cotangents) -> (floating results, other results, gradients)`."""
 
     def function(arrays, cotangents):
         leaves, structure = jax.tree.flatten(arrays)
@@ -134,7 +129,7 @@ def forward_and_backward(op: Callable) -> Callable:
 
 
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
-    """Return a program from a tuple of argument sets to a list of results. It calls the function once per set.
+    """Return a program that calls the function once per set of arguments, and returns all results.
 
     On a GPU, barriers keep calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
     """
@@ -146,6 +141,6 @@ def one_after_another(function: Callable, calls: int, implementation: str | None
             arguments, token = lax.optimization_barrier((arguments, token))
             result, token = lax.optimization_barrier((function(*arguments), token))
             results.append(result)
-        return results  # all results are returned, because XLA does not compute unused ones
+        return results  # XLA would not compute unused results
 
     return program

@@ -1,7 +1,6 @@
 """Run ops with random shapes, dtypes, options, data, and JAX transformations, and compare the results with float64.
 
     python -m experiments.fuzz --seconds 60                      # different cases in each run
-    python -m experiments.fuzz --seed 0 --cases 10000 --json fuzz.json
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
@@ -15,13 +14,12 @@ printed as Python code. The exit code is 1 after a failure, or after a crash tha
 file has the fields of every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases with the numbers 0 to cases - 1 of this seed were run
-    seconds        the time that these cases took
     refused        the number of cases that a kernel does not support (NotImplementedError)
     lost           the number of cases that did not run, because an earlier case of their program crashed
     counts         the number of cases for each op, implementation, transformation, dtype, and kind of data
-    failures       one object per failure: the number and op of the case, what is wrong, and code that reproduces it
-    crashes        one object per crash: the number and op of the case, how the process ended, its output, how a process
-                   with autodiff ended (null without a crash), and code that reproduces the crash
+    failures       one object per failure, with code that reproduces it
+    crashes        one object per crash, with code that reproduces it. `autodiff` says how a process with autodiff
+                   ended, or is null if it did not crash
 """
 
 import collections

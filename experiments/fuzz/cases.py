@@ -24,11 +24,10 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.verify.arguments import bind, floats
 
 MOST_DRAWS = 30
-"""The largest number of cases that are drawn until autodiff accepts one."""
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a case with random shapes and options, or the small case if the op accepts none of `MOST_DRAWS` cases."""
+    """Return a random case, or the small case if autodiff accepts none of `MOST_DRAWS` random cases."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)
@@ -61,7 +60,7 @@ def _size(random: np.random.Generator, zero: bool = True) -> int:
 
 
 def _renamed(random: np.random.Generator, entry: Entry) -> Case:
-    """Return the catalogue's small case with random sizes, sometimes with one leading axis less or more."""
+    """Return the small case with random sizes, sometimes with one leading axis less or more."""
     small = entry.small
     sizes = {1: 1}
     layer = entry.name == "gate_layer"

@@ -28,32 +28,30 @@ DATA = (
 """Kinds of data. Each program runs on data of every kind, because compiling takes longer than running.
 
 The kind "with ruled-out entries" puts -inf into the first argument, and zeros into weights. The kind "under a mask"
-sets half of the cotangents to 0, and uses the special values of "with special values".
+sets half of the cotangents to 0, with the data of "with special values".
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An op with its implementation, dtype, and transformation, and with shapes and options (`case`)."""
-
     entry: Entry
     case: Case
     dtype: str
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products of float32 are in full precision, not in TF32."""
+    """Whether products of float32 are in exact float32, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not valid classes. The cotangents are 0 for examples with invalid labels."""
+    """Whether some labels are not valid classes. The cotangents of their examples are 0."""
 
     @property
     def kink_convention(self) -> bool:
-        """Whether the float64 reference and the op define the same derivative at kinks."""
+        """Whether the float64 reference has the op's derivative at kinks."""
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments of the op. Floats are of the given kind of `DATA`. Integers are the same in every draw."""
+        """Draw the arguments of the op. Floats are of the given kind. Integers are the same in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -69,14 +67,12 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Return the cotangent with zeros at invalid labels, and for the kind "under a mask" also at random
-        elements."""
+        """Set the cotangent to zero at invalid labels, and for the kind "under a mask" also at random elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
 
     def _is_valid(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a mask that is True at valid labels. If `invalid_labels`, every third label of a row is invalid."""
         if not self.invalid_labels or not shape:
             return np.ones(shape, bool)
         return np.broadcast_to(np.arange(shape[-1]) % 3 > 0, shape)
@@ -96,7 +92,7 @@ class Program:
                 x = x + random.choice([0.0, 1.0, 100.0])
         if kind == "far from zero" and not argument.weights:
             x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
-        # If a probability is 0, autodiff of the definition of a divergence gives a wrong second derivative.
+        # At probability 0, autodiff of the definition of a divergence gives a wrong second derivative.
         if not x.size or not (self.differentiated_once or not argument.weights):
             return x.astype(self.dtype)
         if kind == "with ruled-out entries" and argument.weights:
@@ -107,9 +103,9 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # If the sum of a row's squares overflows, a norm is NaN. In the float64 reference, it does not overflow.
+            # If the sum of a row's squares overflows, a norm is NaN, but not in the float64 reference.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
-            # In float64, the op and its reference may underflow in different terms, so no value may underflow.
+            # In float64, the op and its reference may underflow in different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
             special = [0.0, -0.0, least, *[most, -most, np.nan, np.inf, -np.inf] * infinite]
             x.flat[random.integers(x.size, size=2)] = random.choice(special[:3] if argument.weights else special, 2)
@@ -117,18 +113,14 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program computes only first derivatives of a forward.
-
-        At infinities, second derivatives depend on how a formula is written, even with autodiff.
-        """
+        """Whether the program has no second derivatives. At infinities, these depend on how a formula is written."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
         """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        It is False for convolutions, because a convolution may be computed as a product that multiplies these values by
-        zero.
+        A convolution may be computed as a product that multiplies these values by zero.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

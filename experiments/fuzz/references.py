@@ -16,10 +16,7 @@ from jaxbp.common.windows import pool_windows
 
 
 def _first(values: Array, extreme: Array, inside: Any = True) -> Array:
-    """Return the first value along the last axis that equals `extreme`, a maximum or minimum, or that is NaN.
-
-    Values where `inside` is False are left out.
-    """
+    """Return the first value along the last axis that equals `extreme` or is NaN, where `inside` is True."""
     found = ((values == extreme[..., None]) | jnp.isnan(values)) & inside
     return jnp.take_along_axis(values, jnp.argmax(found, axis=-1)[..., None], axis=-1)[..., 0]
 

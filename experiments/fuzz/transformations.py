@@ -9,13 +9,11 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return `function` under `vmap`, over a batch of two: the arguments, and the arguments divided by 2."""
+    """Return `function` under `vmap` over two examples: the arguments, and the arguments divided by 2."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 
 def vmapped_in_one(function):
-    """Return `function` under `vmap` as in `vmapped`, but over the first argument only."""
-
     def vmapped(first, *others):
         return jax.vmap(function, in_axes=(0, *[None] * len(others)))(_and_half(first), *others)
 
@@ -23,8 +21,6 @@ def vmapped_in_one(function):
 
 
 def scanned(function):
-    """Return a function that computes `function(x) + function(x / 2)` in a scan."""
-
     def total(*values):
         def tick(totals, values):
             return [total + y for total, y in zip(totals, function(*values), strict=True)], None
@@ -40,10 +36,9 @@ def _and_half(a):
 
 
 SECOND_ORDER = ("gradient_of_gradient", "forward_over_reverse")
-"""Transformations for which the fuzzer computes second derivatives."""
 TRANSFORMATIONS = {
     **{function.__name__: function for function in (plain, vmapped, vmapped_in_one, scanned)},
     "rematerialised": jax.checkpoint,
-    "donated": plain,  # `Trial` compiles the program with donated arguments
+    "donated": plain,  # `Trial` donates the arguments
     **dict.fromkeys(SECOND_ORDER, plain),
 }

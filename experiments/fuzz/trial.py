@@ -17,14 +17,14 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""The tolerance for float32, strict enough to find formulas that lose digits."""
+"""This tolerance is strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
-"""The tolerance for float32 if products may use TF32, which has as many digits as float16."""
+"""TF32 has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number. The reason is that terms
-of a sum may be larger than the sum."""
+"""A result may overflow if its exact value exceeds 1 / HEADROOM of the dtype's largest number, because terms of a sum
+may be larger than the sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-"""XLA's options to keep every rounding, and to compile faster, without LLVM's optimizations."""
+"""XLA keeps every rounding, and compiles faster."""
 
 
 class Trial:
@@ -49,10 +49,7 @@ class Trial:
         self.results = reference.results
 
     def run(self, values: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]) -> str | None:
-        """Return a description of the first wrong result, or None.
-
-        Raise NotImplementedError if the implementation does not support the program.
-        """
+        """Return a description of the first wrong result, or None."""
         program, reference = self.program, self._judge.reference
         wide = [[np.asarray(a, np.float64) for a in arrays] for arrays in (values, cotangents)]
         point = Point(program.transformation, *wide, maybe_undefined=not program.differentiated_once)
@@ -72,10 +69,10 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return the values with which `ours` is compared: `exact`, or `ours` itself where it is accepted anyway.
+    """Return `exact`, autodiff's results in float64, with the values of `ours` where every value is accepted.
 
-    `exact` has autodiff's results in float64. Where it is NaN, every value is accepted, because a better formula may
-    give a number. Where the result may overflow (`HEADROOM`), infinity and NaN are accepted.
+    Where `exact` is NaN, a better formula may give a number. Where the result may overflow, infinity and NaN are
+    accepted.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

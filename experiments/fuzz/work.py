@@ -17,7 +17,6 @@ from jaxbp.verify.arguments import Arguments
 MOST_TRIALS = 15
 CLEARED_EVERY = 200
 REFUSED = "refused"
-"""The message if a kernel does not support a case."""
 _tasks = itertools.count(1)
 
 
@@ -29,7 +28,7 @@ class Task:
     on_gpu: bool
     draws: tuple[int, ...] = tuple(range(len(DATA)))
     implementation: str | None = "drawn"
-    """"drawn" to keep the implementation that was drawn for the program, or "autodiff" to replace it."""
+    """"drawn" for the implementation that was drawn, or "autodiff"."""
 
     @functools.cached_property
     def program(self) -> Program:
@@ -44,7 +43,7 @@ class Outcome:
 
     Attributes:
       draw: the index of the case's kind of data in `DATA`.
-      message: what is wrong, `REFUSED`, or None.
+      message: what is wrong, `REFUSED` if a kernel does not support the case, or None.
       lines: code that reproduces a failure.
     """
 
@@ -54,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw of the task, and after each failure, the outcome of a reduced case if there is one."""
+    """Yield one outcome per draw, and after each failure, the outcome of a reduced case if there is one."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

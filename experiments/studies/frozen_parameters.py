@@ -1,16 +1,14 @@
 """Measure the cost of the gradients of frozen parameters, which fine-tuning with low-rank adapters does not need.
 
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
-    python -m experiments.studies.frozen_parameters --quick      # small arrays, without a GPU
 
 The model is a stack of blocks with frozen parameters and with adapters (LoRA, E. Hu et al., arXiv:2106.09685):
 
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-Here, h is n or the result of gelu. The arrays scale, bias, w, and b are frozen; down and up are an adapter. Each row is
-for one program, which computes the gradients of the `wanted` parameters: "adapters", or "all". The row has the time in
-microseconds, and the bytes of results and of temporary memory.
+The arrays scale, bias, w, and b are frozen. The arrays down and up are an adapter. Each row is for one program, which
+computes the gradients of the `wanted` parameters: "adapters", or "all".
 """
 
 import argparse
@@ -35,7 +33,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff")
 WANTED: dict[str, int | tuple[int, ...]] = {"adapters": 0, "all": (0, 1)}
 EXPANSION = 4
 SETTLING = 1.2
-"""The longest time in seconds that a program runs before it is timed."""
+"""The longest time that a program runs before it is timed."""
 QUICK = ["--rows", "16", "--features", "128", "--blocks", "2", "--rank", "4", "--seconds", "0.001"]
 
 
@@ -64,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`: adapters and frozen parameters of all blocks, and x and dy `(rows, features)`."""
+    """Return the arguments of `loss`. The shape of x and dy is `(rows, features)`."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -75,7 +73,7 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws arrays with standard deviation `n ** -0.5`, where n is the size of the last axis."""
+    """Draws arrays with standard deviation `1 / sqrt(size of the last axis)`."""
 
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0

@@ -3,9 +3,8 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-`measure` times training steps with a fixed number of examples per device: on one GPU without a mesh, on a mesh of one
-GPU, and on a mesh of all GPUs, without and with the compiler options `OVERLAPPING`. `compile` compiles the steps for
-eight H200 GPUs, which need not be present, and lists the collectives in the programs.
+docs/benchmarks/devices.md describes the measurements. `compile` compiles the steps for eight H200 GPUs, which need not
+be present.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes and shardings of a step's arguments, with `examples` examples per device."""
+    """Return the shapes and shardings of the arguments of a step with `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -77,11 +76,7 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield one row per workload and number of examples, with the microseconds of a step in four settings.
-
-    The settings are no mesh, a mesh of one GPU, a mesh of all GPUs, and a mesh of all GPUs with the options
-    `OVERLAPPING`.
-    """
+    """Yield one row per workload and number of examples, with the microseconds of a step in four settings."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),
@@ -130,8 +125,7 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Inside the `with` statement, the default device is an absent GPU, and nothing can run. The functions run code to
-    # build a model, so they are built before.
+    # Inside the `with` statement, nothing can run, because the GPU is absent. Building the functions runs code.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):
@@ -152,20 +146,18 @@ SIZES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1}
 def communicated(program: str) -> dict[str, Any]:
     """Count the collectives and jaxbp's kernels in the text of a compiled program.
 
-    Returns:
-      A dict with the keys `collectives` (the number of each kind), `bytes` (the size of their results), `kernels`, and
-      `kernels_meanwhile` (the kernels that run during a collective).
+    `bytes` is the size of the collectives' results. `kernels_meanwhile` counts kernels that run during a collective.
     """
     kinds, size, kernels, meanwhile, running = {}, 0, 0, 0, 0
     for line in program[program.index("\nENTRY") :].splitlines():
         if found := COLLECTIVE.search(line):
             kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
-            if found["start"]:  # the type of an asynchronous collective has its arguments, followed by its results
+            if found["start"]:  # the type has the arguments, followed by the results
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))
-        # A kernel is a custom call in the program, or inside a fusion that slices the kernel's operands.
+        # A kernel may be inside a fusion that slices its operands.
         if "mosaic_gpu" in line or "dynamic_slice_fusion" in line.partition(" = ")[0]:
             kernels += 1
             meanwhile += running > 0

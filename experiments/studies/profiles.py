@@ -5,16 +5,8 @@
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
 The defaults are float32, `implementation="pallas"`, and `precision="default"`. The profile has jaxbp's kernels and the
-matrix products of cuBLAS and CUTLASS. With `implementation=None`, it also has XLA's fusions.
-
-The profiler restores the memory and flushes the caches before each run of a kernel, so kernels take longer than in a
-program. CUDA graphs are disabled. The result file has one row per launch of a kernel. Each row contains:
-
-- the time in microseconds, and the registers per thread
-- percentages of the device's peak: the throughput of DRAM, of L2, of L1 with shared memory, and of the busiest unit of
-  the multiprocessors (in matrix products, the tensor cores), and the number of resident warps
-- the instructions issued per cycle, at most four
-- the reason for which warps waited longest, and the cycles per instruction for which they waited
+matrix products of cuBLAS and CUTLASS. With `implementation=None`, it also has XLA's fusions. The result file has one
+row per launch of a kernel. docs/benchmarks/profiles.md describes the fields.
 """
 
 import argparse
@@ -131,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return the profiler's CSV output for a workload, or an empty string if there is none."""
+    """Return the profiler's CSV output, or an empty string if there is none."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]

@@ -4,7 +4,7 @@
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
 Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`. The result file has one
-row per setting and seed. Times are unreliable if runs are concurrent (`--processes`).
+row per setting and seed.
 """
 
 import argparse

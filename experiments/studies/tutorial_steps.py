@@ -2,9 +2,8 @@
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-First, the code of the page defines the kernels in `STEPS`, and checks the gradients of each kernel. The roofline is the
-least time in which this GPU can read dy, x, scale, and inv, and write dx and dscale. Each row has the kernel's time in
-microseconds, which includes the final sum of dscale, and the roofline divided by this time.
+The code of the page defines the kernels in `STEPS`, and checks their gradients. The roofline is the least time in which
+this GPU can read dy, x, scale, and inv, and write dx and dscale. A kernel's time includes the final sum of dscale.
 """
 
 import argparse
@@ -56,7 +55,7 @@ def steps() -> Mapping[str, Callable]:
 
 
 def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Return random dy and x `(rows, features)`, random scale `(features,)`, and x's inverse RMS, float32 `(rows,)`."""
+    """Return random dy, x, and scale, and the inverse RMS of the rows of x."""
     dy, x, scale = (
         jax.random.normal(jax.random.key(seed), shape, dtype)
         for seed, shape in enumerate(((rows, features), (rows, features), (features,)))
@@ -67,7 +66,6 @@ def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
 def measured(
     kernels: Mapping[str, Callable], arrays: Sequence[jax.Array], seconds: float
 ) -> Iterator[dict[str, float | str]]:
-    """Yield one row per kernel. A kernel is a function that returns dx and dscale."""
     read = sum(a.nbytes for a in arrays)
     rates = measured_rates(str(arrays[0].dtype), seconds)
     for step, kernel in kernels.items():
