@@ -1,4 +1,4 @@
-"""Write the tables and charts of the book and the README from the measured runs in docs/results/.
+"""Write the tables and charts of the documentation from the measured runs in docs/results/.
 
     python docs/tables.py            # rewrite stale pages and charts
     python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any

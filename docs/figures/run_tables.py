@@ -62,10 +62,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cells of runs with the same settings, by their heading.
-
-    For automata, the cells count runs in which every trial was right.
-    """
+    """Return the cells of runs with the same settings, by their heading."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -246,11 +243,11 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of the sum of its gradients over the devices of `compiled`,
-    and to the batch for 95% efficiency.
+    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and to
+    the batch for 95% efficiency.
 
-    docs/benchmarks/devices.md describes the model. The time of a step on one device is a line through the first and the
-    last measured time, or proportional to the batch if only one was measured.
+    docs/benchmarks/devices.md describes the model. The time of a step is a line through the first and the last measured
+    time, or proportional to the batch if only one was measured.
     """
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]

@@ -2,8 +2,7 @@
 
     python -m experiments.bench                                        # everything
     python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
-    python -m experiments.bench lenet --batch 128 8192 --precision highest
-    python -m experiments.bench logic-conv:mnist-m                     # at one size
+    python -m experiments.bench logic-conv:mnist-m --batch 128         # at one size
     python -m experiments.bench all --peers --json results.json        # everything, also in other libraries
     python -m experiments.bench --quick --json new.json                # times of one workload per family
     python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower

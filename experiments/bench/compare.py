@@ -1,4 +1,4 @@
-"""Compare two runs of the bench on the same device, and list the rows whose time changed by more than the noise.
+"""Compare two runs of the bench on the same device.
 
 A row is slower if its new median time exceeds its old median by more than the threshold, and its fastest new round took
 longer than its slowest old round. A row that fails only in the new run is also slower. The exit code is 1 if a row is

@@ -1,8 +1,7 @@
 """Layers of logic gates in plain JAX with four coefficients per gate: the fastest known form under autodiff.
 
-A gate computes `c0 + c1 a + c2 b + c3 ab` of its inputs a and b. The coefficients are the softmax of the gate's 16
-logits, multiplied by a constant table. Inputs are transposed to `(inputs, batch)`, so that a gather reads whole rows.
-On a GPU, gradients can differ between runs, because the gather's gradient adds rows in any order.
+A gate computes `c0 + c1 a + c2 b + c3 ab` of its inputs a and b. Inputs are transposed to `(inputs, batch)`, so that a
+gather reads whole rows.
 """
 
 import jax

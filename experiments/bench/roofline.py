@@ -1,7 +1,7 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. The working set is the number of bytes that a program touches. A small working
-set fits in the cache, which raises the rate. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each
+docs/benchmarks.md defines the roofline. The rates of memory traffic depend on the working set, the number of bytes that
+a program touches. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each
 count at the rate of a copy. The remaining bytes count at the rate of only reading or only writing. Launches and
 intermediate results count no time.
 """
@@ -25,7 +25,7 @@ MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
 """Working sets with which rates are measured. The L2 cache of an H200 has 60 MiB."""
 CALLS = 8
-"""Kernels per program with a small working set. A single kernel would take less time than its dispatch."""
+"""Kernels per program. A single one with a small working set would take less time than its dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
 """The longest timing round for a rate. In longer rounds, the clock of the GPU drops."""
@@ -79,11 +79,8 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure the rates of this GPU, in timing rounds of at least `seconds`, at most `RATE_SECONDS`.
 
-    Returns:
-      A dict with these keys:
-      bytes_per_second: for each of "copy", "read", and "write", a list of pairs of a working set in bytes and a rate.
-      copy_bytes_per_second: the rate of a copy that does not fit in the cache.
-      operations_per_second: the rate of the fastest matrix product at each precision.
+    `bytes_per_second` has pairs of a working set and a rate for "copy", "read", and "write". `copy_bytes_per_second` is
+    the rate of a copy that does not fit in the cache.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS

@@ -1,7 +1,7 @@
-"""The rows of the report: one per workload, batch size, and way to compute the workload.
+"""The rows of the report: one per workload, batch size, and implementation, baseline, or variant of a peer.
 
-The ways are the implementations of jaxbp, baselines (other formulations in plain JAX), and variants of peers. No
-program is compiled while another is timed, because compilers use the host's cores, and XLA tries algorithms on the GPU.
+A baseline is another formulation in plain JAX. No program is compiled while another is timed, because compilers use the
+host's cores, and XLA tries algorithms on the GPU.
 """
 
 import functools
@@ -35,8 +35,7 @@ class Settings(NamedTuple):
 
     Attributes:
       peers: the modules of the peers to time, by name.
-      seconds: the least duration of a timing round.
-      rates: the rates of this GPU, from `roofline.measured_rates`. Empty on a CPU.
+      rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
       label: the dtype and precision at the end of a row's title, if the run has several.
     """

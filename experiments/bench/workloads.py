@@ -1,4 +1,4 @@
-"""The workloads that the bench times, and functions that make the workload of an op of the catalogue."""
+"""The workloads that the bench times."""
 
 import dataclasses
 import functools
@@ -34,8 +34,7 @@ class Workload:
       chain: (function, calls, implementation) -> a program of `calls` calls, whose argument is a tuple of sets of
         arguments. In training steps, `implementation` is the optimizer's. "autodiff" then means Optax.
       steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op.
-      arithmetic: batch -> the multiplications and additions per call outside of matrix products and convolutions that
-        every implementation needs, or 0 if they are not counted.
+      arithmetic: batch -> the `Cost.arithmetic` of a call.
       error_batch: the largest batch size at which results are compared with float64 on the CPU.
       baselines: the name of a row, which starts with "autodiff" -> a function that computes the workload in plain JAX.
     """

@@ -4,22 +4,20 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-A program is an op of the catalogue with random shapes, options, implementation, dtype, and JAX transformation, such as
-vmap. A case is a program with one kind of data (`program.DATA`), determined by the seed and the case's number.
-`jaxbp/verify/judge.py` describes the comparison.
+A program is an op with random shapes, options, implementation, dtype, and JAX transformation, such as vmap. A case is a
+program with one kind of data (`program.DATA`), determined by the seed and the case's number. `jaxbp/verify/judge.py`
+describes the comparison.
 
 If a child process dies, or gives no answer for `--case-seconds`, its case counts as a crash, and runs again with
-autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is reduced as long as it still fails, and
-printed as Python code. The exit code is 1 after a failure, or after a crash that does not occur with autodiff. The JSON
-file has the fields of every result file (`experiments/output/results.py`), and:
+autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is reduced, and printed as Python code. The
+exit code is 1 after a failure, or after a crash that does not occur with autodiff. The JSON file has the fields of
+every result file (`experiments/output/results.py`), and:
 
     seed, cases    the cases with the numbers 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support (NotImplementedError)
     lost           the number of cases that did not run, because an earlier case of their program crashed
-    counts         the number of cases for each op, implementation, transformation, dtype, and kind of data
     failures       one object per failure, with code that reproduces it
-    crashes        one object per crash, with code that reproduces it. `autodiff` says how a process with autodiff
-                   ended, or is null if it did not crash
+    crashes        one object per crash. `autodiff` says how a process with autodiff ended; null means without a crash
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Random programs and their data. A program is an op with shapes, options, a dtype, and a JAX transformation."""
+"""Random programs and their data."""
 
 import dataclasses
 import functools
@@ -27,8 +27,8 @@ DATA = (
 )
 """Kinds of data. Each program runs on data of every kind, because compiling takes longer than running.
 
-The kind "with ruled-out entries" puts -inf into the first argument, and zeros into weights. The kind "under a mask"
-sets half of the cotangents to 0, with the data of "with special values".
+"with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
+cotangents to 0.
 """
 INVALID_LABELS = (-100, -1, 2**31 - 1)
 

@@ -1,7 +1,5 @@
-"""Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN.
-
-jaxbp's gradients are defined in this way. JAX's autodiff of `jnp.max` divides the gradient among equal values instead.
-"""
+"""Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN,
+as jaxbp defines it. JAX's autodiff of `jnp.max` divides the gradient among equal values instead."""
 
 import functools
 from collections.abc import Callable, Mapping

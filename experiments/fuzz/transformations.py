@@ -1,4 +1,4 @@
-"""JAX transformations that the fuzzer applies to an op, a function from arrays to a list of arrays."""
+"""JAX transformations of an op, a function from arrays to a list of arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -71,8 +71,7 @@ class Trial:
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
     """Return `exact`, autodiff's results in float64, with the values of `ours` where every value is accepted.
 
-    Where `exact` is NaN, a better formula may give a number. Where the result may overflow, infinity and NaN are
-    accepted.
+    Where `exact` is NaN, a better formula may give a number.
     """
     is_nearly_too_large = np.isfinite(exact) & (np.abs(exact) > float(jnp.finfo(ours.dtype).max) / HEADROOM)
     ours = np.asarray(ours, np.float64)

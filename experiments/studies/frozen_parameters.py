@@ -7,8 +7,8 @@ The model is a stack of blocks with frozen parameters and with adapters (LoRA, E
     n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
     adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
 
-The arrays scale, bias, w, and b are frozen. The arrays down and up are an adapter. Each row is for one program, which
-computes the gradients of the `wanted` parameters: "adapters", or "all".
+The arrays down and up are an adapter. The other parameters are frozen. Each row is for a program that computes the
+gradients of the `wanted` parameters: "adapters", or "all".
 """
 
 import argparse
@@ -84,7 +84,6 @@ class _Normal:
 
 
 def loss(adapters: Any, frozen: Any, x: Array, dy: Array, *, implementation: jaxbp.pairing.Implementation) -> Array:
-    """Return the sum of dy * y in float32, where y is the result of the last block."""
     linear = functools.partial(jaxbp.linear, implementation=implementation)
 
     def adapted(h, parameters, adapter):

@@ -1,7 +1,6 @@
 """Profile workloads of the bench with Nsight Compute, to find what limits each kernel.
 
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
-    python -m experiments.studies.profiles lenet@8192 layer_norm_backward:65536x1024@65536/bfloat16 --json some.json
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
 The defaults are float32, `implementation="pallas"`, and `precision="default"`. The profile has jaxbp's kernels and the

@@ -3,7 +3,7 @@
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
 The code of the page defines the kernels in `STEPS`, and checks their gradients. The roofline is the least time in which
-this GPU can read dy, x, scale, and inv, and write dx and dscale. A kernel's time includes the final sum of dscale.
+this GPU can read dy, x, scale, and inv, and write dx and dscale.
 """
 
 import argparse

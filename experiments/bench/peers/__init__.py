@@ -1,4 +1,4 @@
-"""Peers: other libraries, which the bench times on the same arrays and in the same run as jaxbp."""
+"""Peers: other libraries, which the bench times on the same arrays as jaxbp."""
 
 import dataclasses
 import fnmatch
@@ -20,7 +20,7 @@ PEERS = {
 """Each module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""Dict from a peer with several formulations to a pattern for the variants of its fastest one in docs/results/."""
+"""A pattern for the variants of the fastest formulation, for peers with several formulations."""
 
 VariantChoice = Literal["best", "all"]
 
@@ -35,9 +35,7 @@ class Task:
         of the variants are needed.
       small: arguments at a small batch size, for which the peer's results are compared with float64.
       calls: the number of calls, or of training steps, in one timed program.
-      precision: "default", which allows TF32, or "highest".
       products: whether the workload has matrix products or convolutions.
-      seconds: the least duration of a timing round.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""The library causal-conv1d as a peer of the bench: the depthwise convolution of Mamba's authors, written in CUDA."""
+"""causal-conv1d, the depthwise convolution of Mamba's authors, as a peer of the bench."""
 
 import functools
 from importlib import metadata

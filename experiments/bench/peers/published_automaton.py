@@ -1,7 +1,6 @@
-"""Logic cellular automata in the published formulation, as a peer of the bench: 16 functions per gate, and autodiff.
+"""Logic cellular automata as a peer of the bench, reimplemented from the article: 16 functions per gate, and autodiff.
 
-The code is reimplemented from the article, for jaxbp's wires, logits, and states. One variant uses XLA's deterministic
-operations, as the article's code does.
+One variant uses XLA's deterministic operations, as the article's code does.
 
 Source: P. Miotti et al., "Differentiable logic cellular automata", 2025.
 """

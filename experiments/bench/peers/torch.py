@@ -38,7 +38,7 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""`compile_layers` starts no further layer after this time."""
+"""`compile_layers` then starts no further layer. A whole model can take many minutes."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
 """A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()`
 returns the results for `task.small`, and `fields` are further fields of the row."""
@@ -318,10 +318,7 @@ def _training(make, optimiser_of, task, mode):
 
 
 def compile_layers(model: torch.nn.Sequential, loss_of: Callable) -> dict[str, Any]:
-    """Compile layer after layer until `COMPILE_SECONDS` have passed, because a whole model can take many minutes.
-
-    Return the seconds, and a note if layers are left, as fields of the row.
-    """
+    """Compile layer after layer until `COMPILE_SECONDS` have passed. Return fields of the row."""
     layers = [layer for layer in model if next(layer.parameters(), None) is not None]
     started, compiled = time.perf_counter(), 0
     for layer in layers:

@@ -1,7 +1,6 @@
 """torchlogix's logic networks, dense and convolutional, as a peer of the bench.
 
-The networks use jaxbp's wires, parameters, and inputs. A gate has 16 logits in torchlogix's parametrization `raw`, and
-four parameters in `light` and `warp`.
+The networks use jaxbp's wires, parameters, and inputs.
 """
 
 import functools
