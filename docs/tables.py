@@ -96,7 +96,7 @@ def made_by(described: set[str], kind: str, *words: str) -> str:
     if kind in WITH_THEIR_SOURCES:
         return table
     sources = "\n".join(
-        f"\n{link(name)}: described above." if name in described else provenance(name, report)
+        f"\n{link(name)}: described above." if name in described else provenance(name, report, "roofline" in table)
         for name, report in reports.items()
     )
     described.update(reports)

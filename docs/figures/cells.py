@@ -102,8 +102,8 @@ def packages(report: Report) -> str:
     return ", ".join(f"{names.get(name, name)} {versions[name]}" for name in shown)
 
 
-def provenance(name: str, report: Report) -> str:
-    """Return the description of a run."""
+def provenance(name: str, report: Report, rates: bool) -> str:
+    """Return the description of a run, with or without the rates that determine the roofline."""
     rows, commit = rows_of(report), report.get("commit") or ""
     where = f"{report['device']}, {packages(report)}, {day(report)}"
     where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
@@ -112,7 +112,7 @@ def provenance(name: str, report: Report) -> str:
     precisions = report.get("precision", "default").split(", ")
     if "dtype" in report:
         where += f"; {report['dtype']}, {' and '.join(precisions)} precision"
-    if "copy_bytes_per_second" in report:
+    if rates and "copy_bytes_per_second" in report:
         products = {precision: report["operations_per_second"][precision] for precision in precisions}
         computed = [
             rate(value, "FLOP/s") + f" at {precision} precision" * (len(products) > 1)

@@ -43,8 +43,7 @@ def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
-        if not any(map(has_products, named.values())):
-            title = title.removesuffix(" at default precision")
+        title = title.removesuffix(" at default precision").replace(" at highest precision", ", exact")
         # The size of a norm, such as 65536x1024, begins with its batch.
         yield title if batch is None or f"{batch}x" in work else f"{title}, batch {batch:,}", named
 
