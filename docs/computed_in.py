@@ -39,8 +39,8 @@ ADD_IN_HALF = {
 """Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]
-"""Dict from each kind in `PRIMITIVES` to the floating dtypes in which an op computes. "results" has the dtypes of
-results and gradients. "kept" has the dtypes of arrays saved for the backward, or "inputs" for inputs."""
+"""The floating dtypes in which an op computes, for each kind in `PRIMITIVES`, for "results", and for the arrays "kept"
+for the backward, where "inputs" stands for inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk

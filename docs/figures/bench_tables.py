@@ -37,9 +37,9 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with one line per workload and batch size, and one column per implementation or peer.
+    """Return a table with one line per workload, and one column per implementation or variant of a peer.
 
-    Workloads that no implementation of jaxbp has are left out. `columns` has keys of `COLUMNS`.
+    Workloads without a time of jaxbp are left out. `columns` has keys of `COLUMNS`.
     """
     groups = [(title, group) for title, group in works_of(all_rows(reports)) if library(group)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
@@ -55,7 +55,6 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
-    """Return one cell per name with the time of its row. The shortest time is bold."""
     fastest = min(time(row) for row in group.values() if time(row) is not None)
     cells = {name: microseconds(row) for name, row in group.items()}
     return [f"**{cells[name]}**" if time(group.get(name)) == fastest else cells.get(name, "") for name in names]
@@ -79,7 +78,6 @@ def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
 
 
 def formulations(reports: Reports) -> str:
-    """Return a table of the times of all variants of peers, divided by the time of the fastest variant."""
     columns = {}
     for title, group in works_of([row for row in all_rows(reports) if row.get("peer")]):
         fastest = min(time(row) for row in group.values() if time(row))
@@ -90,7 +88,6 @@ def formulations(reports: Reports) -> str:
 
 
 def slower(reports: Reports) -> str:
-    """Return a table of the workloads for which "pallas" is slower than autodiff in the newest run."""
     newest = {}
     for name, report in reports.items():
         rows = [row for row in rows_of(report) if {"work", "microseconds"} <= row.keys() and not row.get("peer")]
@@ -108,7 +105,6 @@ def slower(reports: Reports) -> str:
 
 
 def dtypes(reports: Reports) -> str:
-    """Return a table of the speed and memory of training steps in each dtype, relative to float32."""
     lines = []
     for report in reports.values():
         works = grouped(report["rows"], lambda row: (row["op"], row["place"], row["batch"]))

@@ -1,4 +1,4 @@
-"""Format measured figures as cells of a table, tables as Markdown, and the text below a table."""
+"""Format cells, tables in Markdown, and the text below a table."""
 
 import re
 from collections import Counter
@@ -57,9 +57,9 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return a heading for the titles of workloads, and the titles without what the heading says.
+    """Move the words that all titles begin with, and the batch of more than half of the titles, to a heading.
 
-    The heading has the words that all titles begin with, and the batch of more than half of the titles.
+    Return the heading, and the shorter titles.
     """
     heading, note = "workload", ""
     batches = Counter(match[0] for title in titles if (match := re.search(r", batch [\d,]+$", title)))

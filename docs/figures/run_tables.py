@@ -101,7 +101,7 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 def profile(reports: Reports) -> str:
     """Return a table of the kernels that took at least `LEAST_SHARE` of the time of their workload's kernels.
 
-    The launches of a kernel share one line, with the sum of their times, and with averages that the times weight.
+    A line has the sum of a kernel's times, and averages that the times weight.
     """
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():

@@ -47,7 +47,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run. A run on an H200 ends up to 40 s later, because begun rows are finished."""
+"""The default time limit of a quick run. Begun rows are finished, up to 40 s later on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report. The time limit starts at `started`, from `time.monotonic`."""
+    """Time the workloads and return the report. The time limit starts at `started` (`time.monotonic`)."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]

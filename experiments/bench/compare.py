@@ -1,8 +1,8 @@
 """Compare two runs of the bench on the same device.
 
-A row is slower if its new median time exceeds its old median by more than the threshold, and its fastest new round took
-longer than its slowest old round. A row that fails only in the new run is also slower. The exit code is 1 if a row is
-slower, and 2 if the files cannot be compared. Rows of peers are left out.
+A row is slower if its median time grew by more than the threshold, and its fastest new round took longer than its
+slowest old round, or if it fails only in the new run. The exit code is 1 if a row is slower, and 2 if the files cannot
+be compared. Rows of peers are left out.
 """
 
 import dataclasses

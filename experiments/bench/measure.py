@@ -23,7 +23,7 @@ SETTLING_SECONDS = 2.4
 QUICK_SETTLING_SECONDS = 0.6
 """`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
-"""A result counts as 0 if its norm is below this share of the largest result's norm."""
+"""A reference counts as 0 below this share of the largest norm."""
 MEASURED = (
     "microseconds",
     "round_microseconds",
@@ -135,7 +135,7 @@ def _wide(a: Any) -> Any:
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """Return the largest ‖result - reference‖ / ‖reference‖ over all pairs of a result and its reference.
+    """Return the largest ‖result - reference‖ / ‖reference‖.
 
     If a reference is 0 up to rounding, such as the gradient of a bias before a norm, the denominator is the largest
     norm of all references.

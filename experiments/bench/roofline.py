@@ -103,7 +103,7 @@ def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
 
 PRECISIONS = ("default", "highest")
 Timed = tuple[float, Callable[[float], float]]
-"""The bytes or operations of a program, and a function from the least duration of a round to the program's time."""
+"""The bytes or operations of a program, and a function that times it in rounds of given seconds."""
 
 
 def _product(shape: tuple[int, int, int], precision: str, dtype: str) -> Timed:

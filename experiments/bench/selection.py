@@ -1,4 +1,4 @@
-"""The choice of the workloads to time."""
+"""Choose the workloads to time."""
 
 import dataclasses
 from collections.abc import Sequence

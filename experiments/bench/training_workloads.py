@@ -89,7 +89,7 @@ class LogicConvSizes(NamedTuple):
       shape: channels, height, and width of an image.
       convolutions: the convolutions of trees of gates, each followed by a max-pool.
       widths: the number of gates in each layer after the convolutions.
-      tau: the divisor of the sums of gates that are the scores of the classes.
+      tau: the divisor of the scores.
     """
 
     shape: tuple[int, int, int]
@@ -267,7 +267,7 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 
 
 def loss_and_gradients(loss: Callable) -> Callable:
-    """Return a function like `jax.value_and_grad(loss)`, whose first argument is the state of a training step.
+    """Return `jax.value_and_grad(loss)` for the state of a training step.
 
     For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
     """
@@ -286,12 +286,9 @@ def training(
     implementation: str | None = "autodiff",
     optimiser: Callable[..., FusedOptimizer] | None = None,
 ) -> Callable:
-    """Return a scan over `calls` training steps.
+    """Return a scan over `calls` training steps, where `function` is the result of `loss_and_gradients`.
 
-    Args:
-      function: takes the state, inputs, and labels, and returns the results of `loss_and_gradients`.
-      implementation: the implementation of the optimizer.
-      optimiser: `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
+    `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """
     # With None, jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
     if optimiser is None:

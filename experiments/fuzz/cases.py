@@ -27,7 +27,7 @@ MOST_DRAWS = 30
 
 
 def draw_case(random: np.random.Generator, entry: Entry) -> Case:
-    """Return a random case, or the small case if autodiff accepts none of `MOST_DRAWS` random cases."""
+    """Return a random case that autodiff accepts, or the small case after `MOST_DRAWS` attempts."""
     forward = FORWARDS[entry.name.partition("_backward")[0]]
     for _ in range(MOST_DRAWS):
         case = _GEOMETRY.get(forward.name, _renamed)(random, forward)

@@ -42,7 +42,7 @@ class Outcome:
     """The outcome of one case.
 
     Attributes:
-      draw: the index of the case's kind of data in `DATA`.
+      draw: the index of its kind of data in `DATA`.
       message: what is wrong, `REFUSED` if a kernel does not support the case, or None.
       lines: code that reproduces a failure.
     """

@@ -32,7 +32,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""Compiler options with which XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
+"""With these compiler options, XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 COMPILED_FOR = 8
 SECONDS = 0.03
@@ -76,7 +76,6 @@ def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def measured(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
-    """Yield one row per workload and number of examples, with the microseconds of a step in four settings."""
     one, every = mesh_of(jax.devices()[:1]), mesh_of(jax.devices())
     places = {
         "alone": (None, {}),

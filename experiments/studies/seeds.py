@@ -1,6 +1,5 @@
 """Train one or more experiments with several seeds each, and write the results of all runs to one file.
 
-    python -m experiments.studies.seeds ca-checkerboard --seeds 16 --json docs/results/hardening-restarts.json
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
 Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`. The result file has one
@@ -39,7 +38,7 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""A run: the arguments of `experiments.train` as one string, and the seed."""
+"""The arguments of `experiments.train` as one string, and the seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

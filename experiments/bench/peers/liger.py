@@ -1,4 +1,4 @@
-"""Liger-Kernel's norms and dense layer with cross-entropy, in Triton, as a peer of the bench."""
+"""Liger-Kernel's norms and dense layer with cross-entropy, as a peer of the bench."""
 
 from importlib import metadata
 

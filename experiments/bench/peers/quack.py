@@ -1,4 +1,4 @@
-"""QuACK's norms, and its dense layer with cross-entropy, written in CuTe, as a peer of the bench.
+"""QuACK's norms, and its dense layer with cross-entropy, as a peer of the bench.
 
 QuACK has no autograd function for LayerNorm, so this module joins LayerNorm's forward and backward.
 """

@@ -61,7 +61,7 @@ def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -
 
 
 def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
-    """Time the task, compute its results eagerly, and measure its temporary memory.
+    """Return the time, the eager results, and the temporary memory of a task.
 
     PyTorch does not count the memory of the CUDA graphs that its compiler captures in the mode `COMPILED_STEP`.
     """
@@ -124,7 +124,7 @@ def _tensors(task, arguments):
 
 
 def _statistics(x, *, centred):
-    """Return the float32 statistics of the rows of x that PyTorch's backwards of norms take as arguments."""
+    """Return the float32 statistics that PyTorch's backwards of norms take."""
     variance, mean = torch.var_mean(x.float(), -1, correction=0)
     if centred:
         return mean, torch.rsqrt(variance + EPS)
@@ -280,7 +280,7 @@ def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a `Build` for training steps.
 
     `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function from a
-    model to its loss. `optimiser_of` returns an optimizer for a list of parameters.
+    model to its loss.
     """
     return functools.partial(_training, make, optimiser_of)
 
