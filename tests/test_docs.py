@@ -331,8 +331,8 @@ def test_a_profile_adds_up_the_launches_of_a_kernel_and_weighs_their_shares(book
     ]
     run = report() | {"rows": [row | fields for row in rows]}
     _, relu, tanh = cells(book("profile run", run=run))
-    assert relu == ["a step", "`relu`", "40", "70%", "1%", "2%", "3%", "4%", "0.5", "selected, 9.1"]
-    assert tanh[:4] == ["", "`tanh`", "10", "8%"]
+    assert relu == ["a step", "`relu`", "40", "DRAM, 70%", "4%", "0.5", "selected, 9.1"]
+    assert tanh[:4] == ["", "`tanh`", "10", "DRAM, 8%"]
 
 
 def test_a_run_under_the_sanitizer_has_a_line_for_ops_of_which_all_tools_say_the_same(book):

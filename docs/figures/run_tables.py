@@ -106,11 +106,12 @@ def profile(reports: Reports) -> str:
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():
         lines += profile_of(rows)
-    head = ["workload", "kernel", "µs", "DRAM", "L2", "L1, shared", "busiest unit", "warps"]
-    return markdown([*head, "issued per cycle", "waits for, cycles"], lines)
+    head = ["workload", "kernel", "µs", "closest limit", "warps", "issued per cycle", "waits for, cycles"]
+    return markdown(head, lines)
 
 
 LEAST_SHARE = 0.1
+UNITS = {"DRAM": "dram", "L2": "l2", "L1": "l1", "units": "sm", "warps": "warps"}
 
 
 def profiled(row: Row) -> str:
@@ -125,15 +126,19 @@ def profile_of(measured: Sequence[Row]) -> list[list[str]]:
         total = sum(map(time, rows))
         if total < LEAST_SHARE * sum(map(time, measured)):
             continue
-        shares = []
-        for unit in ("dram", "l2", "l1", "sm", "warps"):
-            values = [row[unit] * time(row) for row in rows if row.get(unit) is not None]
-            shares.append(f"{sum(values) / total:.0f}%" if values else "")
+        shares = {
+            unit: sum(row[field] * time(row) for row in rows) / total
+            for unit, field in UNITS.items()
+            if all(row.get(field) is not None for row in rows)
+        }
+        warps = shares.pop("warps")
+        closest = max(shares, key=shares.get)
         longest = max(rows, key=time)
         waits = f"{longest['waits_for'].replace('_', ' ')}, {number(longest['waited_cycles'])}"
         title = "" if lines else profiled(rows[0])
         name = f"`{kernel.removesuffix('_mosaic_gpu_kernel')}`"
-        lines.append([title, name, number(total), *shares, number(longest.get("issued")), waits])
+        limit = f"{closest}, {shares[closest]:.0f}%"
+        lines.append([title, name, number(total), limit, f"{warps:.0f}%", number(longest.get("issued")), waits])
     return lines
 
 
