@@ -274,9 +274,10 @@ def test_works_have_a_line_each_with_speedup_and_roofline(book):
     assert second == ["b work", "**10**", "", "", "50%"]
 
 
-def test_works_without_a_time_of_the_library_are_left_out(book):
-    run = report(row(), row("b work", "autodiff"), row("b work", "Torch eager", peer="Torch"))
-    assert [line[0] for line in cells(book("works run", run=run))[1:]] == ["a work, batch 128"]
+def test_works_without_a_row_of_the_library_are_left_out_but_not_those_that_failed(book):
+    failed = row("c work", microseconds=None, failed="ValueError: broken")
+    run = report(row(), row("b work", "autodiff"), row("b work", "Torch eager", peer="Torch"), failed)
+    assert [line[:2] for line in cells(book("works run", run=run))[1:]] == [["a work", "**10**"], ["c work", "failed"]]
 
 
 @pytest.mark.parametrize(
@@ -285,6 +286,7 @@ def test_works_without_a_time_of_the_library_are_left_out(book):
         (["a step in x, batch 8", "a step in y, batch 8"], "a step in …, batch 8, µs", ["x", "y"]),
         (["a, batch 8", "b, batch 8", "c, batch 9"], "workload, batch 8 unless stated, µs", ["a", "b", "c, batch 9"]),
         (["a step, batch 8", "a step, batch 9"], "a step, batch …, µs", ["8", "9"]),
+        (["a, batch last, batch 8", "b, batch last, batch 8"], "workload, batch last, batch 8, µs", ["a", "b"]),
         (["a step, batch 8"], "workload, µs", ["a step, batch 8"]),
         (["a", "a b"], "workload, µs", ["a", "a b"]),
     ],

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from figures.cells import devices, floor, hoisted, link, markdown, mebibytes, microseconds, percent, temporaries, times
 from figures.measurements import (
+    PREFERRED,
     Reports,
     Row,
     all_rows,
@@ -39,9 +40,9 @@ def both_products(ours: Row | None, theirs: Row | None) -> str:
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
     """Return a table with one line per workload, and one column per implementation or variant of a peer.
 
-    Workloads without a time of jaxbp are left out. `columns` has keys of `COLUMNS`.
+    Workloads without a row of jaxbp are left out. `columns` has keys of `COLUMNS`.
     """
-    groups = [(title, group) for title, group in works_of(all_rows(reports)) if library(group)]
+    groups = [(title, group) for title, group in works_of(all_rows(reports)) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
     shown = [COLUMNS[column] for column in columns.split(",")]
@@ -55,13 +56,13 @@ def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
 
 
 def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
-    fastest = min(time(row) for row in group.values() if time(row) is not None)
+    fastest = min((time(row) for row in group.values() if time(row) is not None), default=math.nan)
     cells = {name: microseconds(row) for name, row in group.items()}
     return [f"**{cells[name]}**" if time(group.get(name)) == fastest else cells.get(name, "") for name in names]
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Return a table of the time of `None` divided by the time of autodiff, without ratios from `low` to `high`."""
+    """Return a table of the time of `None` divided by the time of autodiff, for ratios below `low` or above `high`."""
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])

@@ -62,11 +62,12 @@ def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
     Return the heading, and the shorter titles.
     """
     heading, note = "workload", ""
-    batches = Counter(match[0] for title in titles if (match := re.search(r", batch [\d,]+$", title)))
-    batch, count = batches.most_common(1)[0] if batches else ("", 0)
-    if count > max(1, len(titles) / 2):
-        titles = [title.removesuffix(batch) for title in titles]
-        note = batch + " unless stated" * (count < len(titles))
+    for pattern in (r", batch [\d,]+$", ", batch last$"):
+        batches = Counter(match[0] for title in titles if (match := re.search(pattern, title)))
+        batch, count = batches.most_common(1)[0] if batches else ("", 0)
+        if count > max(1, len(titles) / 2):
+            titles = [title.removesuffix(batch) for title in titles]
+            note = batch + " unless stated" * (count < len(titles)) + note
     words = [title.split() for title in titles]
     same = 0
     while len(titles) > 1 and all(len(each) > same + 1 and each[same] == words[0][same] for each in words):

@@ -50,7 +50,10 @@ class Cost(NamedTuple):
 
 
 def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mapping[str, Any]) -> float:
-    """Return the roofline of one call, in a program that touches `working_set` bytes, from `measured_rates`."""
+    """Return the roofline of one call in a program that touches `working_set` bytes.
+
+    `rates` is the result of `measured_rates`.
+    """
     copy, read, write = (rate_of(kind, working_set, rates) for kind in ("copy", "read", "write"))
     copied = min(cost.read_bytes, cost.written_bytes)
     # Only reading, or only writing, is at least as fast as a copy. A lower measured rate is noise.

@@ -253,7 +253,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Add `speedup_over_autodiff` to the rows, over the workload's fastest row whose implementation is an autodiff."""
+    """Add `speedup_over_autodiff` to the rows, relative to the fastest row of autodiff of the same workload."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:
