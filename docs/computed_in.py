@@ -40,7 +40,7 @@ ADD_IN_HALF = {
 
 Found = defaultdict[str, set[str]]
 """The floating dtypes in which an op computes, for each kind in `PRIMITIVES`, for "results", and for the arrays "kept"
-for the backward, where "inputs" stands for inputs."""
+for the backward, with "inputs" for the op's inputs."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk

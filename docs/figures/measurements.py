@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
 """The first of these implementations with a time represents jaxbp."""
 HOST_BOUND = 0.05
-"""As in experiments/bench/report.py."""
+"""The same number as in experiments/bench/report.py."""
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]

@@ -54,7 +54,7 @@ Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """The name of a variant, the precision of its products or None, and a function that measures the variant.
 
 The function returns fields of `measure.MEASURED`, and the floating results for `Task.small` as `results`, or None if
-they cannot be compared. `reference` has the float64 results if they are not jaxbp's.
+they cannot be compared. If they should differ from jaxbp's results, `reference` has their float64 values.
 """
 
 
