@@ -11,7 +11,7 @@ from rich.text import Text
 Row = Mapping[str, Any]
 
 HOST_BOUND = 0.05
-"""If the host waits for less than this share of the time, it is the bottleneck."""
+"""If the host waits for less than this share of the time, the host is the bottleneck."""
 
 
 def title(report: Mapping[str, Any]) -> str:

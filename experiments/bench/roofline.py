@@ -1,9 +1,8 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
 docs/benchmarks.md defines the roofline. The rates of memory traffic depend on the working set, the number of bytes that
-a program touches. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each
-count at the rate of a copy. The remaining bytes count at the rate of only reading or only writing. Launches and
-intermediate results count no time.
+a program touches. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each count at the rate of a copy.
+The remaining bytes count at the rate of only reading or only writing. Launches and intermediate results count no time.
 """
 
 import functools

@@ -38,7 +38,7 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""`compile_layers` then starts no further layer. A whole model can take many minutes."""
+"""`compile_layers` starts no further layer after this time. A whole model can take many minutes."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
 """A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()`
 returns the results for `task.small`, and `fields` are further fields of the row."""
