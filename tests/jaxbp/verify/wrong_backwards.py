@@ -728,8 +728,8 @@ CORPUS = (
 
 HEAD = """# Wrong backwards
 
-This page lists wrong backwards from the code of other projects, each rewritten as a small pair. `jaxbp.verify.check`
-finds all of them. `tests/jaxbp/verify/wrong_backwards.py` has the pairs and generates this page.
+`jaxbp.verify.check` finds all of these wrong backwards, which come from the code of other projects.
+`tests/jaxbp/verify/wrong_backwards.py` rewrites each as a small pair, and generates this page.
 
 Most of these backwards passed the tests of their projects, which used a dy of ones, square matrices, positive numbers,
 or a single row. The check therefore also uses [added data](numerics.md#added-data). "Own data" is the data of the call.
