@@ -1,4 +1,4 @@
-"""Find the dtypes in which ops compute, from the jaxprs of each op, its gradient, and the kernels in both."""
+"""Find the dtypes in which ops, their gradients, and their kernels compute, from jaxprs."""
 
 import functools
 from collections import defaultdict
@@ -22,7 +22,7 @@ PRIMITIVES = {
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""The primitive of products in kernels. Its first operand is the accumulator."""
+"""Its first operand is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -39,8 +39,8 @@ ADD_IN_HALF = {
 """Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes in which an op computes, for each kind in `PRIMITIVES`, for "results", and for the arrays "kept"
-for the backward, with "inputs" for the op's inputs."""
+"""The floating dtypes of an op, for each kind in `PRIMITIVES`, for "results", and for the arrays "kept" for the
+backward ("inputs" if they are inputs of the op)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk
@@ -48,10 +48,8 @@ for the backward, with "inputs" for the op's inputs."""
 
 @functools.cache
 def found(name: str, implementation: str, dtype: str) -> Found:
-    """Return the dtypes in which an op computes, in the cases of its catalogue entry.
-
-    Backwards, and ops that run another op's kernels, use only the small case.
-    """
+    """Use all cases of the op's catalogue entry. Backwards, and ops that run another op's kernels, use only the small
+    case."""
     entry, dtypes = ENTRIES[name], defaultdict(set)
     for case in (entry.small, *([] if entry.like or "_backward" in name else entry.real.values())):
         _walk_case(entry, case, implementation, dtype, dtypes)
@@ -143,6 +141,5 @@ def _text(dtypes: set[str]) -> str:
 
 
 def _order(cells: tuple[str, ...]) -> tuple:
-    """Sort ops without matrix products first."""
     implementation, sums, products, functions, kept = cells
     return bool(products), "*" in sums, bool(sums), bool(functions), kept, implementation == "pallas"

@@ -3,14 +3,9 @@
     python docs/tables.py            # rewrite stale pages and charts
     python docs/tables.py --check    # list stale pages and charts; the exit code is 1 if there are any
 
-A table in a page is between two marks:
-
-    <!-- table: works backwards op=conv2d_* -->
-    ...
-    <!-- end -->
-
-Here `works` is a key of `TABLES`, and `backwards` is the file docs/results/backwards.json, or a pattern of files. `op=`
-keeps the rows whose op matches, and other options go to the function of the table.
+Pages have a table between `<!-- table: works backwards op=conv2d_* -->` and `<!-- end -->`. `works` is a key of
+`TABLES`, and `backwards` is a pattern of names in docs/results/. `op=` keeps the rows whose op matches. Other options
+go to the function of the table.
 """
 
 import argparse
@@ -52,7 +47,6 @@ def stale() -> dict[Path, str]:
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have tables."""
     docs = measurements.DOCS
     return [docs.parent / "README.md", *(path for path in sorted(docs.rglob("*.md")) if not is_diary(path))]
 
@@ -75,10 +69,7 @@ def render(text: str, page: Path) -> str:
 
 
 def made_by(described: set[str], kind: str, *words: str) -> str:
-    """Return the table of a mark, with a description of its result files.
-
-    `described` has the files that are described above on the page. The files of the table are added.
-    """
+    """Return the table of a mark, and describe its result files that are not yet in `described`."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     op = options.pop("op", "*")
     found = {pattern: load(pattern) for pattern in words if "=" not in pattern}

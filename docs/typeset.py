@@ -14,7 +14,7 @@ NAMES = """
     up upper var z_loss
 """
 VARIABLES = {*NAMES.split(), *(f"d{name}" for name in NAMES.split())}
-"""Variables with more than two letters. Text with any other long word is not a formula."""
+"""Text with any other word of more than two letters is not a formula."""
 WORDS = {"where", "else", "over", "of", "and", "with"}
 SIGNS = {
     "Σ": r"\sum ",
@@ -46,7 +46,7 @@ END_FACTOR = {"name", "number", "raised", "lowered", "index", "close"}
 
 
 def latex(formula: str) -> str | None:
-    """Return the LaTeX of a formula, or None for other text."""
+    """Return None if the text is not a formula."""
     tokens = [(match.lastgroup, match[0]) for match in TOKEN.finditer(formula)]
     if not IS_FORMULA.search(formula) or "".join(text for _, text in tokens) != formula:
         return None

@@ -29,19 +29,17 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
     "peer_memory": ("temporary memory of best peer, MiB", lambda rows: temporaries(best_peer(rows))),
     "autodiff_memory": ("temporary memory of autodiff, MiB", lambda rows: temporaries(autodiff(rows))),
 }
-"""Optional columns of `works`: a heading, and a function from the rows of a workload to a cell."""
+"""Optional columns of `works`: the heading, and the cell of a workload's rows."""
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return "A / B", the precisions of the matrix products in two rows, or "A" if they are equal."""
+    """Return "A / B", or "A" if the precisions are equal."""
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with one line per workload, and one column per implementation or variant of a peer.
-
-    Workloads without a row of jaxbp are left out. `columns` has keys of `COLUMNS`.
-    """
+    """Return a table with a column per implementation or variant of a peer, and the optional `columns`. Leave out
+    workloads without a row of jaxbp."""
     groups = [(title, group) for title, group in works_of(all_rows(reports)) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)
@@ -62,7 +60,7 @@ def times_of(group: Mapping[str, Row], names: Sequence[str]) -> list[str]:
 
 
 def ratios(reports: Reports, low: str = "0", high: str = "inf") -> str:
-    """Return a table of the time of `None` divided by the time of autodiff, for ratios below `low` or above `high`."""
+    """Show the time of `None` divided by the time of autodiff, if it is below `low` or above `high`."""
     found = [(title, rows.get("None"), rows.get("autodiff")) for title, rows in works_of(all_rows(reports))]
     timed = [(time(a) / time(b), title, a, b) for title, a, b in found if time(a) and time(b)]
     outside = sorted((line for line in timed if not float(low) <= line[0] <= float(high)), key=lambda line: -line[0])

@@ -8,7 +8,7 @@ from figures.measurements import Report, Reports, Row, grouped, rows_of, time, w
 
 WHY = "why not faster"
 PUBLISHED = "published automaton"
-"""A peer that is not a package. Its recorded version is the version of JAX."""
+"""A peer whose recorded version is JAX's, because it is not a package."""
 
 
 def number(value: float | None) -> str:
@@ -50,14 +50,14 @@ def temporaries(row: Row | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table without columns that are empty in every line, except for the first column."""
+    """Leave out columns that are empty in every line, except for the first column."""
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
     rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
 
 
 def hoisted(titles: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Move the words that all titles begin with, and the batch of more than half of the titles, to a heading.
+    """Move the words that all titles begin with, and the batch of most titles, to a heading.
 
     Return the heading, and the shorter titles.
     """
@@ -90,7 +90,7 @@ PEER_PACKAGES = {
     "tokamax": ("tokamax",),
     "torchlogix": ("PyTorch", "torchlogix"),
 }
-"""The packages of each peer, by their names in the `versions` of a run."""
+"""The packages of each peer, named as in the `versions` of a run."""
 
 
 def packages(report: Report) -> str:
@@ -104,7 +104,7 @@ def packages(report: Report) -> str:
 
 
 def provenance(name: str, report: Report, rates: bool) -> str:
-    """Return the description of a run, with or without the rates that determine the roofline."""
+    """Describe a run, with or without the rates that determine the roofline."""
     rows, commit = rows_of(report), report.get("commit") or ""
     where = f"{report['device']}, {packages(report)}, {day(report)}"
     where += f", commit {commit.rstrip('+')[:10]}" if commit else ""
@@ -137,10 +137,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Return the command line that repeats a run.
-
-    Two scripts have moved from docs/lab/ to experiments/studies/. The others exist only in old commits.
-    """
+    """Two scripts have moved from docs/lab/ to experiments/studies/. Others exist only in old commits."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

@@ -19,13 +19,13 @@ STYLE = """
   }
   text { font: 13px system-ui, sans-serif }
 """
-"""A picture has a background, because the color scheme of the page may differ from the browser's."""
+"""The page may differ from the browser in color scheme, so there is a background."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
-"""Pixels: width of the picture, of the names, and of the space right of the longest bar, and height of a bar."""
+"""Pixels: the picture, the names, the space right of the longest bar, and the height of a bar."""
 
 Bar = tuple[str, float, float, str]
-"""The CSS class, the two ends as fractions of the axis, and the text after the bar."""
+"""CSS class, two ends as fractions of the axis, text after the bar."""
 
 
 def speed() -> str:
@@ -63,7 +63,7 @@ def floors() -> str:
 
 
 def kernel_shares() -> dict[str, list[float]]:
-    """Return the fractions of the roofline that each kernel reaches, one per measured size, in the newest run."""
+    """Return each kernel's fractions of the roofline, one per measured size, in the newest run."""
     latest: dict[str, dict[tuple, float]] = {}
     for row in all_rows(load("*")):
         if row.get("implementation") == "pallas" and row.get("floor_fraction"):
@@ -79,11 +79,8 @@ def kernel_shares() -> dict[str, list[float]]:
 def chart(
     title: str, legend: Mapping[str, str], ticks: Mapping[float, str], bars: Mapping[str, Sequence[Sequence[Bar]]]
 ) -> str:
-    """Return an SVG picture of horizontal bars.
-
-    `legend` maps CSS classes of bars to explanations, `ticks` maps fractions of the axis to labels, and `bars` maps
-    names to lines of bars.
-    """
+    """Return an SVG picture. `legend` maps CSS classes to explanations, `ticks` fractions of the axis to labels, and
+    `bars` names to lines of bars."""
 
     def text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:
         return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'

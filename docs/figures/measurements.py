@@ -9,18 +9,17 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
-"""The first of these implementations with a time represents jaxbp."""
+"""The first with a time represents jaxbp."""
 HOST_BOUND = 0.05
 """The same number as in experiments/bench/report.py."""
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
 Reports = Mapping[str, Report]
-"""Dict from the name of a file to its run, the oldest run first."""
+"""Runs by name of file, the oldest first."""
 
 
 def load(pattern: str) -> dict[str, Report]:
-    """Return the runs in docs/results/ whose names match, the oldest run first."""
     paths = (DOCS / "results").glob(f"{pattern}.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)}
     return dict(sorted(reports.items(), key=lambda item: str(item[1]["date"])))
@@ -39,7 +38,7 @@ def all_rows(reports: Reports) -> list[Row]:
 
 
 def works_of(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """For each workload and batch size, yield its title and its rows by implementation."""
+    """Yield the title of each workload and batch size, and its rows by implementation."""
     for (work, batch), group in itertools.groupby(rows, lambda row: (row["work"], row.get("batch"))):
         title = re.sub(r"^(\w+)", r"`\1`", work) if "_" in work.split()[0] else work
         named = {row["implementation"]: row for row in group}
@@ -64,7 +63,6 @@ def library(rows: Mapping[str, Row]) -> Row | None:
 
 
 def autodiff(rows: Mapping[str, Row]) -> Row | None:
-    """Return the fastest row of autodiff."""
     timed = [row for name, row in rows.items() if name.startswith("autodiff") and time(row) is not None]
     return min(timed, key=time, default=None)
 
@@ -78,10 +76,9 @@ EXACT = 1e-5
 
 
 def products(row: Row | None) -> str:
-    """Return the precision in which a row computes its matrix products, or "" if it has none.
+    """Return the precision of a row's matrix products, or "".
 
-    jaxbp's kernels may use TF32 only at large batches. If their error was measured at a smaller batch, the result is
-    therefore "TF32".
+    jaxbp may use TF32 only at large batches. An error measured at a smaller batch therefore does not prove exactness.
     """
     if row is None or not has_products(row):
         return ""

@@ -52,7 +52,7 @@ def seeds(reports: Reports) -> str:
 
 
 def setting(report: Report, row: Row) -> str:
-    """Return the settings of a run. Older result files have them in several fields."""
+    """Older result files have the settings in several fields."""
     if "recipe" in row:
         return f"{report['experiment']}: {report['recipes'][row['recipe']]}"
     parts = [report.get("dataset"), *(row.get(field) for field in ("experiment", "size", "precision"))]
@@ -62,7 +62,7 @@ def setting(report: Report, row: Row) -> str:
 
 
 def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cells of runs with the same settings, by their heading."""
+    """Return the cells of runs with the same settings, by heading."""
     is_automaton = "right" in rows[0]
     exact = [row for row in rows if row.get("right") == 1]
 
@@ -99,10 +99,8 @@ def over_seeds(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def profile(reports: Reports) -> str:
-    """Return a table of the kernels that took at least `LEAST_SHARE` of the time of their workload's kernels.
-
-    A line has the sum of a kernel's times, and averages that the times weight.
-    """
+    """Show each kernel with at least `LEAST_SHARE` of its workload's time: the sum of its launches' times, and averages
+    weighted by time."""
     lines = []
     for rows in grouped(all_rows(reports), profiled).values():
         lines += profile_of(rows)
@@ -198,7 +196,7 @@ SAYS_NOTHING = ("failed", "timed out")
 
 
 def sanitizer(reports: Reports) -> str:
-    """Return a table with each op's newest conclusive outcome per tool. Ops with equal outcomes share a line."""
+    """Show each op's newest conclusive outcome per tool. Ops with equal outcomes share a line."""
     rows = all_rows(reports)
     tools = sorted({row["tool"] for row in rows})
     outcomes: dict[str, dict[str, str]] = {}
@@ -248,12 +246,8 @@ def communication(reports: Reports) -> str:
 
 
 def summing(compiled: Report, measured: Report) -> Callable[[str], tuple[float, int]]:
-    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and to
-    the batch for 95% efficiency.
-
-    docs/benchmarks/devices.md describes the model. The time of a step is a line through the first and the last measured
-    time, or proportional to the batch if only one was measured.
-    """
+    """Return a function from a workload to the microseconds of its all-reduce over the devices of `compiled`, and the
+    batch for 95% efficiency, by the model in docs/benchmarks/devices.md."""
     sizes = {row["work"]: row["bytes"] for row in compiled["rows"]}
     rows = [row for row in measured["rows"] if row["work"] in sizes]
     longer = [row["mesh"] - row["alone"] for row in rows]

@@ -15,7 +15,7 @@ class Family(NamedTuple):
     work: str
     """Prefix of the workload and batch in the rows."""
     why: str
-    """Reason why jaxbp is no closer to the roofline, without figures."""
+    """Why jaxbp is not closer to the roofline, without figures."""
 
     def rows(self) -> dict[str, Row]:
         named = ((f"{row['work']}, batch {row['batch']}", row) for row in all_rows(load(self.file)))
@@ -103,7 +103,6 @@ def summary(reports: Reports) -> str:
 
 
 def of_autodiff(row: Row | None) -> str:
-    """Return the time of a row of autodiff, with the name of its formula if it is not the definition."""
     if row is None:
         return ""
     formula = row["implementation"].removeprefix("autodiff").removeprefix(", ")

@@ -1,4 +1,4 @@
-"""The table of the versions of Python and JAX, and of the GPUs, that are tested."""
+"""The table of tested versions and GPUs."""
 
 import re
 import tomllib
