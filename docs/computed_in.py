@@ -22,7 +22,7 @@ PRIMITIVES = {
     "functions": {*FUNCTIONS.split(), "atan2", "lgamma", "digamma"},
 }
 TENSOR_CORES = "wgmma_ref"
-"""Its first operand is the accumulator."""
+"""The first operand of this primitive is the accumulator."""
 
 OURS = ("xla", "pallas")
 HALVES = ("bfloat16", "float16")
@@ -39,8 +39,8 @@ ADD_IN_HALF = {
 """Ops that add a bias in half precision to a rounded product."""
 
 Found = defaultdict[str, set[str]]
-"""The floating dtypes of an op, for each kind in `PRIMITIVES`, for "results", and for the arrays "kept" for the
-backward ("inputs" if they are inputs of the op)."""
+"""The floating dtypes of an op's computations of each kind in `PRIMITIVES`, of its "results", and of the arrays "kept"
+for the backward. An input of the op that is kept counts as "inputs"."""
 
 
 # ------------------------------------------------------------------------------------------------------------- the walk

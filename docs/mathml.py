@@ -18,7 +18,7 @@ def setup(app: Sphinx) -> None:
 
 
 def _visit(translator: HTML5Translator, node: Element) -> None:
-    """If a formula does not parse, write code and warn, which fails the build."""
+    """Write a formula as MathML. If it does not parse, write code and warn, which fails the build."""
     tex, is_block = node.astext(), isinstance(node, math_block)
     try:
         formula = tex2mathml(_for_docutils(tex.strip()), as_block=is_block)
@@ -30,6 +30,7 @@ def _visit(translator: HTML5Translator, node: Element) -> None:
 
 
 def _for_docutils(tex: str) -> str:
-    """Docutils draws the subscript of an accented letter below it, and prints the backslash of `\\_` in words."""
+    """Rewrite a formula for docutils, which draws the subscript of an accented letter below the letter, and prints the
+    backslash of `\\_` in words."""
     tex = ACCENT_WITH_INDEX.sub(r"\1{}_", tex)
     return WORD.sub(lambda word: word[0].replace(r"\_", "_"), tex)

@@ -46,7 +46,7 @@ END_FACTOR = {"name", "number", "raised", "lowered", "index", "close"}
 
 
 def latex(formula: str) -> str | None:
-    """Return None if the text is not a formula."""
+    """Return the LaTeX of a formula, or None for other text."""
     tokens = [(match.lastgroup, match[0]) for match in TOKEN.finditer(formula)]
     if not IS_FORMULA.search(formula) or "".join(text for _, text in tokens) != formula:
         return None

@@ -33,13 +33,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Row]], str]]] = {
 
 
 def both_products(ours: Row | None, theirs: Row | None) -> str:
-    """Return "A / B", or "A" if the precisions are equal."""
+    """Return the precisions of the products in two rows, as "A / B", or "A" if they are equal."""
     return " / ".join(dict.fromkeys(filter(None, (products(ours), products(theirs)))))
 
 
 def works(reports: Reports, columns: str = "speedup,peer,floor") -> str:
-    """Return a table with a column per implementation or variant of a peer, and the optional `columns`. Leave out
-    workloads without a row of jaxbp."""
+    """Return a table of times, with one column per implementation or variant of a peer, and `columns`, keys of
+    `COLUMNS`. Leave out workloads without a row of jaxbp."""
     groups = [(title, group) for title, group in works_of(all_rows(reports)) if not group.keys().isdisjoint(PREFERRED)]
     peer_of = {name: row.get("peer") for _, group in groups for name, row in group.items()}
     names = sorted(peer_of, key=lambda name: peer_of[name] is not None)

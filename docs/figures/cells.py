@@ -50,7 +50,7 @@ def temporaries(row: Row | None) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Leave out columns that are empty in every line, except for the first column."""
+    """Return a table. Leave out columns that are empty in every line, except for the first column."""
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in lines)]
     rule = ["---" if heading in (head[0], WHY) else "---:" for heading in head]
     return "\n".join("| " + " | ".join(line[i] for i in kept) + " |" for line in (head, rule, *lines))
@@ -137,7 +137,7 @@ def day(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """Two scripts have moved from docs/lab/ to experiments/studies/. Others exist only in old commits."""
+    """Return the command that repeats a run. Some scripts have moved to experiments/studies/ or were deleted."""
     moved = re.sub(r"docs/lab/(many_devices|profiles)\.py", r"-m experiments.studies.\1", report["command"])
     return f"git checkout {report['commit']} && {moved}" if "docs/lab/" in moved else moved
 

@@ -19,10 +19,10 @@ STYLE = """
   }
   text { font: 13px system-ui, sans-serif }
 """
-"""The page may differ from the browser in color scheme, so there is a background."""
+"""Pictures have a background, because the page may have another color scheme than the browser."""
 
 WIDTH, LEFT, RIGHT, BAR = 880, 375, 100, 15
-"""Pixels: the picture, the names, the space right of the longest bar, and the height of a bar."""
+"""Pixels: widths of the picture, of the names, and of the space right of the longest bar; height of a bar."""
 
 Bar = tuple[str, float, float, str]
 """CSS class, two ends as fractions of the axis, text after the bar."""

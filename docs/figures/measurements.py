@@ -9,7 +9,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 PREFERRED = ("pallas", "None", "xla")
-"""The first with a time represents jaxbp."""
+"""The first of these implementations with a time represents jaxbp."""
 HOST_BOUND = 0.05
 """The same number as in experiments/bench/report.py."""
 
