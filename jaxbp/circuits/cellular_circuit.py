@@ -1,4 +1,4 @@
-"""Hardened cellular automata, evaluated on words of 64 cells, and exported as C and Verilog."""
+"""Hardened cellular automata."""
 
 import string
 from collections.abc import Iterator
@@ -15,8 +15,7 @@ NEIGHBOURS = 9
 CENTRE = 4
 WORD = 64
 
-# In the C source, a grid has one border row above and one below, and one border word after each row. Bit 63 of a border
-# word is the left neighbor of the next row's first cell.
+# In the C source, a border word follows each row of a grid. Its bit 63 is the left neighbor of the next row's cell 0.
 _C_SOURCE = string.Template(r"""#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -146,16 +145,16 @@ endmodule
 
 
 class CellularCircuit:
-    """A grid of any size whose cells all run one circuit.
+    """A grid of any size, whose cells all run one circuit on words of 64 cells.
 
     Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
-    The circuit's outputs are the channels of the cell's next state.
+    Output c is channel c of the cell's next state.
 
     Args:
       periodic: whether opposite edges are neighbors. If not, cells outside the grid are 0.
 
     Raises:
-      ValueError: the circuit does not have `9 channels` inputs and `channels` outputs, or there are no channels.
+      ValueError: the circuit does not have `9 * channels` inputs and `channels` outputs, or `channels` is below 1.
     """
 
     def __init__(self, circuit: Circuit | Netlist, channels: int, periodic: bool = False):
@@ -174,18 +173,18 @@ class CellularCircuit:
         return len(self.netlist)
 
     def seen(self, visible: int) -> "CellularCircuit":
-        """Return an automaton with only the gates that affect the first `visible` channels, now or later.
+        """Return an automaton with only the gates that affect the first `visible` channels at any tick.
 
-        A channel that never affects the visible channels keeps its state.
+        A channel without effect on the visible channels keeps its state.
 
         Raises:
-          ValueError: visible is not from 1 to the number of channels.
+          ValueError: `visible` is not from 1 to the number of channels.
         """
         if not checks.is_int(visible) or not 1 <= visible <= self.channels:
             wanted = f"an int from 1 to {self.channels}, the number of channels"
             raise ValueError(f"CellularCircuit: visible is {visible!r}; wants {wanted}")
         netlist = self.netlist
-        sources = [{i % self.channels} for i in range(netlist.inputs)]  # for each source, the channels it depends on
+        sources = [{i % self.channels} for i in range(netlist.inputs)]  # source -> the channels on which it depends
         for a, b in zip(netlist.a.tolist(), netlist.b.tolist(), strict=True):
             sources.append(sources[a] | sources[b])
         results = netlist.results.tolist()
@@ -228,8 +227,8 @@ class CellularCircuit:
         """Return the state after `ticks` ticks. At each tick, each cell updates with probability `fire_rate`.
 
         Raises:
-          ValueError: the state is not boolean or has a wrong shape; ticks is below 0; or the fire rate is not in
-            [0, 1], or is below 1 without a seed.
+          ValueError: the state is not boolean or has a wrong shape; `ticks` is below 0; `fire_rate` is not in [0, 1];
+            or `fire_rate` is below 1, but there is no seed.
         """
         for words in self._run(state, ticks, fire_rate, seed):
             last = words
@@ -279,8 +278,8 @@ class CellularCircuit:
     def to_c(self, name: str = "automaton") -> str:
         """Return C99 source of `int name(size_t height, size_t width, size_t ticks, uint64_t *state)`.
 
-        The function advances `state[channels][height][(width + 63) / 64]` in place, and returns 0, or 1 if there is no
-        memory. For grid i of a batch, `pack_grid(state)[:, i]` has this layout.
+        The function advances `state[channels][height][(width + 63) / 64]` in place. It returns 0, or 1 if there is no
+        memory. `pack_grid(states)[:, i]` is grid i of a batch in this layout.
         """
         check_c("CellularCircuit", name)
         names = [f"x[{i}][k]" for i in range(self.netlist.inputs)] + [f"g{g}" for g in range(self.gates)]
@@ -316,7 +315,7 @@ class CellularCircuit:
 def pack_grid(
     state: Bool[np.ndarray, "batch height width channels"],
 ) -> UInt64[np.ndarray, "channels batch height words"]:
-    """Pack 64 cells of a row into one word: bit j of word w is cell 64 w + j. Unused bits are 0."""
+    """Pack 64 cells of a row into one word: bit j of word w is cell `64 * w + j`. Unused bits are 0."""
     planes = np.packbits(np.moveaxis(state, -1, 0), axis=-1, bitorder="little")
     filled = np.zeros((*planes.shape[:-1], -(-state.shape[2] // WORD) * WORD // 8), np.uint8)
     filled[..., : planes.shape[-1]] = planes
@@ -327,7 +326,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
     """Return the state `(batch, height, width, channels)` that `pack_grid` packed into `words`.
 
     Raises:
-      ValueError: the width is below 0 or above the number of bits per row.
+      ValueError: `width` is below 0 or above the number of bits per row.
     """
     if not 0 <= width <= WORD * words.shape[-1]:
         wanted = f"at most {WORD * words.shape[-1]}, the number of bits in the words of one row"
@@ -337,7 +336,7 @@ def unpack_grid(words: UInt64[np.ndarray, "channels batch height words"], width:
 
 
 def _neighbourhoods(x: np.ndarray, width: int, periodic: bool) -> np.ndarray:
-    """Return the inputs of the cells' circuits, packed like x: `(9 * channels, batch, height, words)`."""
+    """Return the inputs of each cell's circuit, packed as x is: `(9 * channels, batch, height, words)`."""
     edge = np.uint64(periodic)
     last = np.uint64((width - 1) % WORD)
     one, top = np.uint64(1), np.uint64(WORD - 1)

@@ -1,4 +1,4 @@
-"""Hardened logic networks, evaluated with bitwise operations on words of 32 samples, and exported as C and Verilog."""
+"""Hardened layers of gates, evaluated with bitwise operations on words of 32 samples."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ WORD_BITS = 32
 
 
 def pack_bits(bits: Bool[np.ndarray, "samples features"]) -> UInt32[np.ndarray, "features words"]:
-    """Pack the samples of each feature into words: bit k of word w is sample 32 w + k. Unused bits are 0.
+    """Pack the samples of each feature into words: bit k of word w is sample `32 * w + k`. Unused bits are 0.
 
     Raises:
-      ValueError: the bits are not a matrix, or not all 0 or 1.
+      ValueError: `bits` is not a matrix, or contains other numbers than 0 and 1.
     """
     bits = booleans("pack_bits", bits)
     if bits.ndim != 2:
@@ -39,7 +39,7 @@ def unpack_bits(words: UInt32[np.ndarray, "features words"], samples: int) -> Bo
     """Return the first `samples` samples that `pack_bits` packed into `words`.
 
     Raises:
-      ValueError: the words are not a matrix, or contain fewer than `samples` samples.
+      ValueError: `words` is not a matrix, or has fewer than `samples` samples.
     """
     if np.ndim(words) != 2:
         raise ValueError(f"unpack_bits: words has shape {np.shape(words)}; wants (features, words)")
@@ -68,17 +68,14 @@ def outputs_of_samples(circuit: Any, bits: Bool[np.ndarray, "samples inputs"]) -
 
 
 def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Array, "inputs words"]) -> Array:
-    """Evaluate a layer of hardened gates on words, `(inputs, words) -> (gates, words)`.
-
-    `gates` has the number of each gate's function, as `jaxbp.harden` returns it. A NumPy array x gives a NumPy array.
-    """
+    """Evaluate a layer of gates, `(inputs, words) -> (gates, words)`. If x is a NumPy array, so is the result."""
     return bitwise_gates(gates, x[wires.a], x[wires.b])
 
 
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
-    """Return `c0 + c1 a + c2 b + c3 ab` modulo 2 for each bit of a and b. `COEFFICIENTS` has c0 to c3 of each function.
+    """Return `c0 + c1 * a + c2 * b + c3 * a * b` modulo 2 for each bit of a and b, with c0 to c3 of each gate.
 
-    The axes of `gates`, the numbers of the functions, are the leading axes of a and b.
+    The axes of `gates` are the leading axes of a and b.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
@@ -107,7 +104,7 @@ class Circuit(ByContent):
         """Make a circuit from one pair `(gates, wires)` per layer, with `gates` as `jaxbp.harden` returns it.
 
         Raises:
-          ValueError: there are no layers; a gate's function is not from 0 to 15; or sizes do not match.
+          ValueError: there are no layers; a gate's function is not from 0 to 15; or the layers' sizes do not match.
         """
         host = []
         for i, (gates, wires) in enumerate(layers):
@@ -139,7 +136,7 @@ class Circuit(ByContent):
         return outputs_of_samples(self, bits)
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed, in NumPy or within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"Circuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         for gates, wires in self.layers:
@@ -153,12 +150,12 @@ class Circuit(ByContent):
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
         """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
 
-        Bit k of `x[i * words + w]` is input i of sample 32 w + k, and y has the same layout. The function returns 0, or
-        1 if there is no memory. Fewer than 16 words take as long as 16.
+        Bit k of `x[i * words + w]` is input i of sample `32 * w + k`, and y has the same layout. The function returns
+        0, or 1 if there is no memory. Fewer than 16 words take as long as 16.
 
         Args:
-          classes: the number of classes. The outputs form one group of equal size per class. A sample's class is the
-            first group with the most ones. With `classes`, the source has two more functions.
+          classes: the number of classes, which adds two functions. The outputs form one group of equal size per class.
+            A sample's class is the first group with the most ones.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
             `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if there is no memory.
         """

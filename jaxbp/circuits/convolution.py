@@ -1,5 +1,3 @@
-"""One convolution of hardened gates."""
-
 import dataclasses
 import functools
 import itertools
@@ -29,10 +27,9 @@ class Convolution(ByContent):
     """A convolution whose kernels are trees of hardened gates, followed by an or-pool.
 
     Attributes:
-      gates: the numbers of the gates' functions, level by level, with the root last.
       shape: channels, height, and width of the images.
       padding: zeros before and after the rows, and before and after the columns.
-      pool: the size of the pool's disjoint windows. Incomplete windows are dropped.
+      pool: the size of the or-pool's windows, which do not overlap. Incomplete windows are dropped.
     """
 
     gates: UInt8[np.ndarray, "kernels gates"]
@@ -54,7 +51,7 @@ class Convolution(ByContent):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The distance between neighboring windows of the pool, in rows and in columns of the image."""
+        """The distance between neighboring pool windows, in rows and columns of the image."""
         return tuple(s * p for s, p in zip(self.stride, self.pool, strict=True))
 
     @property
@@ -64,12 +61,11 @@ class Convolution(ByContent):
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates with one copy of the kernels per position, and with the pools."""
         pool = math.prod(self.pool)
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return one netlist of all kernels. Its inputs are the elements of one window in row-major order."""
+        """Return one netlist of all kernels. Its inputs are one window, in row-major order."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -79,7 +75,10 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return each kernel's output for `values`, `(kernels, leaves, ...)`. For `of_gates`, see `bitwise_gates`."""
+        """Return each kernel's output for leaves with the values `(kernels, leaves, ...)`.
+
+        `of_gates(functions, a, b)` evaluates gates.
+        """
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -87,9 +86,9 @@ class Convolution(ByContent):
         return values[:, 0]
 
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
-        """Return the elements `places` (channels, rows, columns) of all windows, one array per position in a pool.
+        """Return the elements `places` of all windows of the convolution, one array per position in a pool window.
 
-        The arrays have the shape `(*shape of places, rows, columns, ...)`, with rows and columns of the pooled image.
+        `places` are channels, rows, and columns. Each array is `(*places, pooled rows, pooled columns, ...)`.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)
@@ -102,9 +101,9 @@ class Convolution(ByContent):
         return functools.reduce(operator.or_, (self._roots(place, bitwise_gates) for place in leaves))
 
     def place(self, x: np.ndarray, kernels: Netlist, gates: GateList) -> np.ndarray:
-        """Add one copy of `kernels` per position, and the or-pool, to `gates`.
+        """Add one copy of the netlist `kernels` per position, and the gates of the or-pool, to the list `gates`.
 
-        x has the source (see `Netlist`) of each bit of the image. Return the sources of the pooled image.
+        x has the source (see `Netlist`) of each bit of the image. Return the sources of the pooled image's bits.
         """
         if any(map(any, self.padding)):
             x = np.pad(x, ((0, 0), *self.padding), constant_values=gates.add(0, 0, 0))

@@ -1,5 +1,3 @@
-"""Hardened convolutional logic networks."""
-
 import dataclasses
 import functools
 import math
@@ -26,7 +24,7 @@ WORDS_AT_A_TIME = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvolutionalCircuit(ByContent):
-    """Convolutions of hardened gates, followed by the layers of the circuit `head`, or by no layers if it is None.
+    """Convolutions of hardened gates, followed by the circuit `head`, unless it is None.
 
     Images `(channels, height, width)` are flattened in row-major order.
     """
@@ -41,18 +39,19 @@ class ConvolutionalCircuit(ByContent):
         convolutions: Iterable[tuple[ArrayLike, TreeWires] | tuple[ArrayLike, TreeWires, Mapping[str, Any]]],
         layers: Iterable[tuple[ArrayLike, Wires]] = (),
     ) -> "ConvolutionalCircuit":
-        """Make a circuit from the hardened gates and the wires of each convolution and each layer.
+        """Make a circuit from the gates and the wires of each convolution and each layer.
 
         Args:
           shape: channels, height, and width of an input.
           convolutions: for each convolution, the gates `(kernels, gates)` as `jaxbp.harden` returns them, the wires,
-            and the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`, by default without pool.
+            and optionally a dict with the options `stride`, `padding`, and `pool` of `jaxbp.logic_conv2d_or_pool2d`.
+            Without the option `pool`, there is no pool.
           layers: as in `jaxbp.Circuit.of`.
 
         Raises:
           TypeError: an option is unknown.
-          ValueError: there are no convolutions; a shape, an option, or a gate's function is wrong; sizes do not match;
-            or a window is larger than its input.
+          ValueError: there are no convolutions; a shape, an option, or a gate's function is wrong; the layers' sizes do
+            not match; or a window is larger than its input.
         """
         shape = tuple(shape)
         if len(shape) != 3 or not all(checks.is_int(n) and n >= 1 for n in shape):
@@ -82,7 +81,6 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height, and width of an input."""
         return self.convolutions[0].shape
 
     @property
@@ -95,12 +93,12 @@ class ConvolutionalCircuit(ByContent):
 
     @property
     def gates(self) -> int:
-        """The number of gates. A convolution's gates count once, not once per position."""
+        """The number of gates. A kernel's gates count once, not once per position."""
         return int(self.histogram().sum())
 
     @property
     def placed_gates(self) -> int:
-        """The number of gates with one copy of the kernels per position, and with the pools."""
+        """The number of gates with one copy of each kernel per position, and with the pools' gates."""
         convolutions = sum(convolution.placed_gates for convolution in self.convolutions)
         return convolutions + sum(wires.gates for _, wires in (self.head.layers if self.head else ()))
 
@@ -122,7 +120,7 @@ class ConvolutionalCircuit(ByContent):
         return y
 
     def evaluate(self, x: UInt32[np.ndarray, "inputs words"]) -> UInt32[np.ndarray, "outputs words"]:
-        """Return the packed outputs for samples that `pack_bits` packed. This method also works within `jax.jit`."""
+        """Return the packed outputs for samples that `pack_bits` packed, in NumPy or within `jax.jit`."""
         if x.shape[0] != self.inputs:
             raise ValueError(f"ConvolutionalCircuit: x has shape {x.shape}; wants ({self.inputs}, words)")
         words = x.shape[1]
@@ -141,9 +139,9 @@ class ConvolutionalCircuit(ByContent):
         return Netlist.of(self.head).simplify() if self.head else None
 
     def netlist(self) -> Netlist:
-        """Return one netlist: one copy of the simplified kernels per position, the pools, and the simplified layers.
+        """Return one netlist with a copy of the simplified kernels per position, the pools, and the simplified layers.
 
-        `Netlist.simplify` simplifies further, but takes long for many gates.
+        `Netlist.simplify` simplifies it further, but takes long for many gates.
         """
         gates = GateList(self.inputs)
         x = np.arange(self.inputs).reshape(self.shape)
@@ -152,10 +150,8 @@ class ConvolutionalCircuit(ByContent):
         return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
-
-        See `Circuit.to_c`. The source has each simplified kernel once, in a loop over the windows of the pool.
-        """
+        """Return C99 source as described in `Circuit.to_c`. It has each simplified kernel once, in a loop over the
+        windows of the pool."""
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
         if any(map(any, self.convolutions[0].padding)):
@@ -182,12 +178,10 @@ class ConvolutionalCircuit(ByContent):
     def to_verilog(self, name: str = "circuit", pipelined: bool = False) -> str:
         """Return Verilog of the module `{name}`, with the ports `input [inputs-1:0] x` and `output [outputs-1:0] y`.
 
-        Each convolution is a separate module. The layers are one module, or one per layer if pipelined.
-
         Args:
           pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
-            `input clock` and takes a new x at each rising edge. Counting the edge that takes x, y appears after one
-            edge per convolution and layer.
+            `input clock` and takes a new x at each rising edge. Its y appears after as many edges, including the edge
+            that takes x, as there are convolutions and layers.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -216,11 +210,11 @@ class ConvolutionalCircuit(ByContent):
 
 
 class _Image(NamedTuple):
-    """The memory of an image in the C code. Each row holds one element of the image for a block of samples.
+    """An image in the memory of the C code, with one row of memory (see `Table`) per element.
 
     Attributes:
       shape: the shape with padding.
-      corner: the numbers of padded rows above and of padded columns to the left.
+      corner: the padding above and to the left.
     """
 
     first: int
@@ -228,7 +222,7 @@ class _Image(NamedTuple):
     corner: tuple[int, int]
 
     def rows(self, shape: tuple[int, int, int]) -> np.ndarray:
-        """Return the row of each element of the image, counted from `first`. `shape` excludes padding."""
+        """Return the row of each element without padding, counted from `first`. `shape` excludes padding."""
         (_, height, width), (top, left) = shape, self.corner
         return np.arange(math.prod(self.shape)).reshape(self.shape)[:, top : top + height, left : left + width]
 

@@ -1,5 +1,3 @@
-"""A circuit as a list of gates."""
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -31,8 +29,8 @@ _LEAF = np.array([False, True])
 class Netlist(ByContent):
     """Gates in topological order. Each gate reads two sources.
 
-    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth, and gates of
-    equal depth by function. A gate's depth is the largest number of gates on a path from an input to the gate.
+    Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth, which is the
+    number of gates on the longest path from an input, and gates of equal depth by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
@@ -53,8 +51,8 @@ class Netlist(ByContent):
         """Make a netlist from gates, each of which comes after the gates that it reads.
 
         Raises:
-          ValueError: there are no inputs or outputs; lengths differ; a function is not from 0 to 15; a gate does not
-            read earlier sources; or an output is not a source.
+          ValueError: there are no inputs or outputs; the lengths of `gates`, a, and b differ; a function is not from 0
+            to 15; a gate does not read earlier sources; or an output is not a source.
         """
         checks.count("Netlist", "inputs", inputs)
         vectors = [_integers(name, v) for name, v in (("gates", gates), ("a", a), ("b", b), ("outputs", outputs))]
@@ -79,7 +77,6 @@ class Netlist(ByContent):
 
     @classmethod
     def _sorted(cls, inputs, gates, a, b, outputs, keys):
-        """Make a netlist with gates sorted and grouped by the arrays `keys`, as in `np.lexsort`."""
         order = np.lexsort(keys)
         keys = np.array(keys).reshape(len(keys), gates.size)[:, order]
         now_at = np.arange(inputs + gates.size)
@@ -142,8 +139,8 @@ class Netlist(ByContent):
 
         - Constants, pass-throughs, and inverters become part of the gates that read them. A gate that depends only on
           the two sources of another gate reads these sources directly.
-        - Equal gates become one gate. Gates are equal if they have the same function and sources, up to an inversion
-          and the order of sources, or the same truth table of at most `TABULATED_LEAVES` inputs or gates.
+        - Gates become one gate if they have the same function and sources, up to an inversion and the order of sources,
+          or the same truth table of at most ten inputs or gates.
         - Gates on which no output depends are removed.
         """
         builder = _Builder(self.inputs)
@@ -172,18 +169,15 @@ class Netlist(ByContent):
         ]
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source of `int name(size_t words, const uint32_t *x, uint32_t *y)`, which computes `evaluate`.
-
-        See `Circuit.to_c`.
-        """
+        """Return C99 source as described in `Circuit.to_c`."""
         check_c("Netlist", name, classes, self.outputs)
         tables, results, rows = self.tables()
         return c_of_tables(name, self.inputs, rows, tables, results, classes=classes)
 
     def tables(self, first: int = 0) -> tuple[list[Table], list[int], int]:
-        """Return one `Table` per group, each output's row, counted from row `first`, and the number of rows.
+        """Return one `Table` per group, the row of each output, and the number of rows.
 
-        The inputs begin at row `first`.
+        Outputs' rows are counted from `first`, the first input's row.
         """
         netlist = self._by_outputs()
         row, rows = netlist._rows()
@@ -195,7 +189,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates by the block of outputs that first needs them, so that a block fits into the CPU's cache."""
+        """Sort the gates by the first block of outputs that needs them, so that a block's gates fit into the cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -241,17 +235,14 @@ class GateList:
         self.inputs, self.sources, self.listed = inputs, inputs, []
 
     def add(self, gates: ArrayLike, a: ArrayLike, b: ArrayLike) -> Int[np.ndarray, "..."]:
-        """Add gates with the functions `gates` and the sources a and b. Return the gates' numbers as sources.
-
-        The three arrays broadcast.
-        """
+        """Add gates with the functions `gates` that read the sources a and b, and return the gates' sources."""
         gates, a, b = np.broadcast_arrays(gates, a, b)
         self.listed.append(np.stack([gates.ravel(), a.ravel(), b.ravel()]))
         begin, self.sources = self.sources, self.sources + a.size
         return np.arange(begin, self.sources).reshape(a.shape)
 
     def place(self, netlist: "Netlist", inputs: Int[np.ndarray, "*places inputs"]) -> Int[np.ndarray, "..."]:
-        """Add one copy of a netlist's gates per index of the axes `places`. Each copy reads the sources `inputs`.
+        """Add one copy of a netlist's gates per row of `inputs`, which has the sources that the copy reads.
 
         Return the sources of the copies' outputs, `(*places, outputs)`.
         """
@@ -267,18 +258,17 @@ class GateList:
 
 
 class _Builder:
-    """Builds a simplified netlist from gates in a normal form.
+    """A simplified netlist, to which gates are added.
 
-    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the other nodes are gates. Literal `2 node` is the
-    node, and literal `2 node + 1` its inversion. In normal form, a gate depends on both its nodes, has the lower node
-    first, and is 0 if both are 0.
+    Node 0 is the constant 0, nodes 1 to `inputs` are the inputs, and the others are gates. Literal `2 * n` is node n,
+    and literal `2 * n + 1` its inversion. A gate depends on both its nodes, has the lower node first, and is 0 if both
+    are 0.
     """
 
     def __init__(self, inputs: int):
         self.inputs = inputs
         self.gates: dict[int, tuple[int, int, int]] = {}  # node -> function and the two nodes that it reads
-        # The variables (leaves) of each node's truth table, and the table. A node with more than `TABULATED_LEAVES`
-        # leaves is its only leaf.
+        # node -> variables (leaves) of its truth table, and the table. A node with too many leaves is its only leaf.
         self.tables = {node: ((node,), _LEAF) for node in range(1, 1 + inputs)}
         self.node_of: dict[Any, int] = {
             (leaves, table.tobytes()): node for node, (leaves, table) in self.tables.items()
@@ -286,7 +276,7 @@ class _Builder:
         self.node_of[(), bytes(1)] = 0
 
     def literal(self, function: int, a: int, b: int) -> int:
-        """Return a literal that equals `function` of the literals a and b. Add a gate if there is none."""
+        """Return a literal that equals `function` of the literals a and b. Add a gate if no such literal exists."""
         nodes = {a >> 1, b >> 1} - {0}
         sources = {node: self._sources(node) for node in nodes}
         # Replace nodes by the nodes that they read, if at most two nodes remain.
@@ -309,7 +299,7 @@ class _Builder:
         return set(self.gates[node][1:]) if node in self.gates else {node}
 
     def _function(self, literal: int, first: int, second: int) -> int:
-        """Return a literal's truth table, 0 to 15, as a function of `first` and `second`."""
+        """Return a literal's truth table, 0 to 15, as a function of two nodes."""
         node, functions = literal >> 1, {first: 3, second: 5, 0: 0}
         if node not in functions:
             function, *sources = self.gates[node]
@@ -326,7 +316,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return a gate's variables (leaves) and truth table, or None if there are too many leaves."""
+        """Return the variables (leaves) and the truth table of a gate, or None if it has too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:
@@ -342,7 +332,7 @@ class _Builder:
         return tuple(leaves), table
 
     def netlist(self, outputs: Sequence[int]) -> Netlist:
-        """Return a netlist with one output per literal. A gate becomes its inversion if only that is an output."""
+        """Return a netlist with one output per literal. A gate is inverted if only its inversion is an output."""
         plain, inverted = ({literal >> 1 for literal in outputs if literal & 1 == bit} for bit in (0, 1))
         live = plain | inverted
         for node in reversed(self.gates):

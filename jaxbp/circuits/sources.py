@@ -247,10 +247,10 @@ int ${name}_classify(const uint8_t *bits) {
 
 
 class Table(NamedTuple):
-    """Gates with the same function. No gate reads another gate of the table.
+    """Gates with the same function that do not read each other.
 
-    A row of memory holds the results of one gate for a block of samples. `gates`, `(gates, 3)`, has the row of each
-    gate's result, counted from `writes`, and the rows of its two inputs, counted from `reads`.
+    A row of memory holds one gate's results for a block of samples. The columns of `gates` are the row of each gate's
+    result, counted from row `writes`, and the rows of its two inputs, counted from row `reads`.
     """
 
     function: int
@@ -260,8 +260,7 @@ class Table(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A C function with the parameters `(const uint32_t *x, uint32_t *y)`, which point to the rows `reads` and
-    `writes`."""
+    """A C function of `(const uint32_t *x, uint32_t *y)`, which point to the rows `reads` and `writes`."""
 
     function: str
     reads: int
@@ -278,10 +277,10 @@ def c_of_tables(
     last: int = 0,
     classes: int | None = None,
 ) -> str:
-    """Return C99 source of the function that `Circuit.to_c` describes.
+    """Return C99 source as described in `Circuit.to_c`.
 
-    There are `rows` rows of memory (see `Table`). The first rows hold the inputs, and the others are initially 0.
-    `outputs` has the row of each output, counted from row `last`.
+    The first of the `rows` rows of memory (see `Table`) hold the inputs. The others are initially 0. `outputs` has the
+    row of each output, counted from row `last`.
     """
     functions, constants, calls, highest = {}, [], [], max([*outputs, inputs])
     for i, table in enumerate(tables):

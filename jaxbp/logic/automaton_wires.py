@@ -1,5 +1,3 @@
-"""The wires of a logic cellular automaton."""
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from jaxbp.logic.wires import Wires
 from pallas_kernels.logic import banks
 
 NEIGHBOURHOOD = 9
-"""The number of cells that a cell reads: itself and its eight neighbors."""
+"""The number of cells that a cell reads."""
 CENTRE = 4
 
 
@@ -29,18 +27,14 @@ class Automaton(ByContent):
 
     - Perception: `kernels` circuits with the same wires but separate gates. Each circuit runs once per channel. It
       reads the channel in the cell and its eight neighbors, and returns `bits` numbers.
-    - Update: one circuit that reads the cell's channels, then the numbers from perception in the order channel, bit,
+    - Update: one circuit that reads the cell's channels, then the outputs of perception in the order channel, bit,
       kernel. It returns the cell's next channels.
-
-    An automaton is a pytree, and jitted functions may close over it.
 
     Attributes:
       perception, update: the wires of each layer. Perception reads the nine cells in row-major order.
-      order: row 0 orders the gates of each update layer so that neighboring lanes of a GPU kernel read different banks
-        of shared memory. Row 1 has each gate's position in this order.
-      periodic: whether opposite borders of the grid meet. If not, cells outside of the grid are zero.
-
-    Source: as in `jaxbp.automaton_step`.
+      order: row 0 permutes the gates of each update layer so that neighboring lanes of a GPU kernel read different
+        banks of shared memory. Row 1 is the inverse permutation.
+      periodic: whether opposite borders of the grid meet. If not, cells outside the grid are zero.
     """
 
     perception: tuple[Wires, ...]
@@ -52,7 +46,7 @@ class Automaton(ByContent):
 
     @property
     def bits(self) -> int:
-        """The number of outputs of one perception circuit for one channel."""
+        """The number of outputs of a perception circuit per channel."""
         return self.perception[-1].gates
 
     @property
@@ -76,12 +70,11 @@ class Automaton(ByContent):
         periodic: bool,
         seed: int,
     ) -> "Automaton":
-        """Make an automaton with random wires, as published: `Wires.moore` in perception layer 0, and `Wires.unique`
-        elsewhere.
+        """Make an automaton with random wires: `Wires.moore` in perception layer 0, and `Wires.unique` elsewhere.
 
         Args:
-          perception_widths: the number of gates in each layer of a perception circuit, with 8 as the first number.
-          update_widths: the number of gates in each update layer, with `channels` as the last number.
+          perception_widths: the number of gates in each layer of a perception circuit; in the first layer, 8.
+          update_widths: the number of gates in each update layer; in the last layer, `channels`.
 
         Raises:
           ValueError: an argument is below 1, a width is wrong, or `Wires.unique` cannot make a layer.
@@ -115,7 +108,7 @@ class Automaton(ByContent):
     def from_wires(
         cls, perception: Sequence[Wires], update: Sequence[Wires], channels: int, periodic: bool
     ) -> "Automaton":
-        """Make an automaton from the wires of each perception layer and each update layer.
+        """Make an automaton from the wires of each layer.
 
         The first update layer's number of inputs determines the number of perception circuits.
 
@@ -155,9 +148,9 @@ class Automaton(ByContent):
 
 
 def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
-    """Return the row in a kernel's memory of each number from perception.
+    """Return the row of each output of perception in the memory of a GPU kernel.
 
-    Numbers are in the order (channel, bit, kernel), and rows in the order (bit, kernel, channel).
+    Outputs are in the order (channel, bit, kernel), and rows in the order (bit, kernel, channel).
     """
     return np.arange(bits * kernels * channels).reshape(bits, kernels, channels).transpose(2, 0, 1).ravel()
 
@@ -168,8 +161,7 @@ def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> A
         orders = [np.arange(wires.gates) for wires in update]
     else:
         centre = CENTRE * channels + np.arange(channels)
-        # A row's bank depends on the row modulo `OCTET`. After the inputs, the last perception layer begins at a
-        # multiple of `OCTET`.
+        # A row's bank depends on the row modulo `OCTET`. The last perception layer begins at a multiple of `OCTET`.
         first = -(-NEIGHBOURHOOD * channels // banks.OCTET) * banks.OCTET
         rows = np.concatenate([centre, first + perceived_rows(channels, kernels, bits)])
         layers = [(np.asarray(wires.a), np.asarray(wires.b)) for wires in update]

@@ -1,7 +1,7 @@
-"""Two-input logic gates, their relaxation to real numbers, and their parameters (docs/logic_gates.md).
+"""Two-input logic gates, and their relaxation to real numbers (docs/logic_gates.md).
 
-The number of a gate's function, in binary, is its truth table: from the highest bit, the values at (a, b) = (0, 0),
-(0, 1), (1, 0) and (1, 1). A relaxed gate computes `c0 + c1 a + c2 b + c3 ab`.
+The number of a gate's function, in binary, is its truth table: from the highest bit, the outputs for (a, b) = (0, 0),
+(0, 1), (1, 0), and (1, 1). A relaxed gate computes `c0 + c1 * a + c2 * b + c3 * a * b`.
 """
 
 import functools
@@ -32,15 +32,15 @@ INTERPOLATION = np.array([[1, -1, -1, 1], [0, 0, 1, -1], [0, 1, 0, -1], [0, 0, 0
 """A matrix with `truth_table @ INTERPOLATION = (c0, c1, c2, c3)`."""
 COEFFICIENTS = TRUTH_TABLES @ INTERPOLATION
 WALSH = np.array([[1, -1, -1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, 1, 1, 1]])
-"""1, A, B, AB in each row of the truth table, for A = 2a - 1 and B = 2b - 1."""
+"""`(1, A, B, A * B)` in each row of a truth table, for `A = 2 * a - 1` and `B = 2 * b - 1`."""
 BASES = {"input_wise": np.eye(4, dtype=int), "walsh": WALSH}
-"""The matrix M of each parametrization. A truth table is `sigmoid(M parameters)`."""
+"""The matrix M of each parametrization. A truth table is `sigmoid(M @ parameters)`."""
 TINY = 1e-20
-"""Keeps the logarithms of probabilities finite. Its products with gradients are not subnormal."""
+"""Keeps logarithms of probabilities finite. Its products with gradients are not subnormal."""
 
 
 def relaxed_gates(a: Array, b: Array) -> list[Array]:
-    """Return the 16 relaxed functions at (a, b), in the order of their numbers."""
+    """Return the values of the 16 relaxed functions, by number."""
     zero, one, ab = jnp.zeros_like(a), jnp.ones_like(a), a * b
     first = [zero, ab, a - ab, a, b - ab, b, a + b - 2 * ab, a + b - ab]
     last = [1 - (a + b - ab), 1 - (a + b - 2 * ab), 1 - b, 1 - b + ab, 1 - a, 1 - a + ab, 1 - ab, one]
@@ -51,30 +51,30 @@ def relaxed_gates(a: Array, b: Array) -> list[Array]:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `softmax(logits) COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
+    """Return the coefficients c0 to c3 of each gate, `softmax(logits) @ COEFFICIENTS`: `(gates, 16) -> (gates, 4)`."""
     return _times(jax.nn.softmax(upcast(logits)), COEFFICIENTS)
 
 
 def softmax_backward(dc: Array, logits: Array) -> Array:
-    """Return the gradient `p (u - Σ p u)` with respect to logits with the softmax p. Here `u = COEFFICIENTS dc`."""
+    """Return the gradient `p * (u - Σ p * u)` with respect to the logits. Here `p = softmax(logits)` and
+    `u = COEFFICIENTS @ dc`."""
     wide = upcast(logits)
     p, du = jax.nn.softmax(wide), _times(dc, COEFFICIENTS.T)
-    # If one probability is nearly 1, `u - Σ p u` loses digits. Subtracting the u of the most probable function first
-    # avoids the loss.
+    # If one p is nearly 1, `u - Σ p * u` loses digits, unless the u of the largest p is subtracted first.
     is_largest = wide == jnp.max(wide, axis=-1, keepdims=True)
     du -= lax.stop_gradient(jnp.max(jnp.where(is_largest, du, -jnp.inf), axis=-1, keepdims=True))
     return (p * (du - jnp.sum(p * du, axis=-1, keepdims=True))).astype(logits.dtype)
 
 
 def of_rows(parameters: Array, *, parametrization: str) -> Array:
-    """Return the coefficients c0 to c3 of each gate, `sigmoid(BASES parameters) INTERPOLATION`, `(gates, 4)`."""
+    """Return the coefficients c0 to c3 of each gate, `sigmoid(M @ parameters) @ INTERPOLATION` with M from `BASES`."""
     return _times(_rows(parameters, parametrization), INTERPOLATION)
 
 
 def of_rows_backward(dc: Array, parameters: Array, *, parametrization: str) -> Array:
-    """Return the gradient `Σ_k r_k (1 - r_k) dr_k v_k` with respect to the parameters, with `dr = INTERPOLATION dc`.
+    """Return the gradient `Σ_k r_k * (1 - r_k) * dr_k * M_k` with respect to the parameters.
 
-    Here r_k is row k of the truth table, and v_k is row k of the matrix in `BASES`.
+    Here r is the relaxed truth table, `dr = INTERPOLATION @ dc`, and M_k is row k of the matrix M from `BASES`.
     """
     row = _rows(parameters, parametrization)
     dsums = _times(dc, INTERPOLATION.T) * row * (1 - row)
@@ -105,9 +105,9 @@ def initial_logits(
 
     Args:
       initialization: "normal" for standard normal numbers, or "residual" for gates that pass their input a through.
-      residual_logit: for `parametrization="softmax"`, the logit of the function a. Other logits are 0. With the default
-        of 5, the function has a probability of 0.91. For other parametrizations, each row of the truth table is the
-        sigmoid of plus or minus this number. The default, log 19, gives rows of 0.95 and 0.05.
+      residual_logit: for `parametrization="softmax"`, the logit of the function a, by default 5 (probability 0.91).
+        Other logits are 0. For other parametrizations, each entry of the truth table is the sigmoid of plus or minus
+        this number, by default log 19 (0.95 or 0.05).
 
     Source for "residual": F. Petersen et al., "Convolutional differentiable logic gate networks", NeurIPS 2024.
     """
@@ -130,7 +130,7 @@ def harden(
 ) -> UInt8[Array, "*kernels gates"]:
     """Return the number, from 0 to 15, of each gate's most probable function; in a tie, the lowest number.
 
-    For the parametrizations "input_wise" and "walsh", each row of the truth table is rounded to 0 or 1, and 0.5 to 0.
+    For other parametrizations than "softmax", each entry of the truth table is rounded to 0 or 1, and 0.5 to 0.
 
     Raises:
       TypeError: the logits are not floating.
@@ -161,10 +161,7 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters of gates that compute the functions `gates`, exactly for inputs 0 and 1.
-
-    This function inverts `harden`.
-    """
+    """Return parameters that `harden` maps to `gates`. For inputs 0 and 1, the relaxed gates are exact."""
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 
@@ -180,10 +177,7 @@ def _hard_logits(gates, parametrization, dtype):
 def variance(
     logits: Float[Array, "*kernels gates parameters"], parametrization: Parametrization = "softmax"
 ) -> Float[Array, "*kernels gates"]:
-    """Return `Σ r (1 - r)`, the variance of each gate's output, summed over the rows of its truth table.
-
-    Here r is the probability of the output 1 in a row.
-    """
+    """Return the variance of each gate: the sum of `r * (1 - r)` over the entries r of its relaxed truth table."""
     _check_choice("variance", "parametrization", parametrization, get_args(Parametrization))
     if parametrization == "softmax":
         rows = _times(jax.nn.softmax(upcast(logits)), TRUTH_TABLES)
@@ -199,11 +193,10 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The coefficients are `c + hard * stop_gradient(h - c)`, up to 1e-18, with c of the relaxed gate and h of the
-    hardened gate.
+    The coefficients are `c + hard * stop_gradient(h - c)`, with c of the relaxed gate and h of the hardened gate.
 
-    Source: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
-    conditional computation", 2013.
+    Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
+    computation", 2013.
     """
     _check_choice("straight_through", "parametrization", parametrization, get_args(Parametrization))
     hard = hard[..., None]

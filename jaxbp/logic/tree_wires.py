@@ -1,5 +1,3 @@
-"""The wires of a convolution whose kernels are trees of logic gates."""
-
 import dataclasses
 
 import jax
@@ -20,15 +18,14 @@ class TreeWires(ByContent):
     """The wires of a convolution. Each kernel is a complete binary tree of two-input gates, whose leaves read a window.
 
     A kernel of depth d has `2^d` leaves and `2^d - 1` gates, level by level, with the root last. Gate g of a level
-    reads the gates 2 g and 2 g + 1 of the previous level as its inputs a and b. The first level reads leaves.
+    reads the gates `2 * g` and `2 * g + 1` of the previous level as its inputs a and b. The first level reads leaves.
 
-    Make wires once, on the host. Wires are a pytree, and jitted functions may close over them.
+    Make these wires once, on the host, as with `Wires`.
 
     Attributes:
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.
-      readers: the leaves, sorted by the channel that they read. Leaf l of kernel k has the number `k 2^depth + l`.
+      readers: the leaves, sorted by the channel that they read. Leaf l of kernel k is `k * 2^depth + l`.
       reader_offsets: for each channel, the index in `readers` of its first leaf, followed by the length of `readers`.
-      window: the height and width of the window.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
@@ -56,7 +53,7 @@ class TreeWires(ByContent):
 
     @classmethod
     def from_leaves(cls, leaves: ArrayLike, channels: int, window: Size) -> "TreeWires":
-        """Make trees whose leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and column in the window.
+        """Make trees in which leaf l of kernel k reads `leaves[k, l]`: a channel, and a row and column in the window.
 
         Raises:
           TypeError: `leaves` does not contain integers.
@@ -106,13 +103,11 @@ class TreeWires(ByContent):
     ) -> "TreeWires":
         """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
-        The number of kernels per channel varies by at most one, as does the number of leaves per channel in a kernel.
+        The number of kernels per channel varies by at most one, and so does the number of leaves per channel.
         A kernel reads a position twice only if more leaves read its channel than the window has positions.
 
         Raises:
           ValueError: a count is below 1.
-
-        Source: as in `jaxbp.logic_conv2d`.
         """
         op = "TreeWires.random"
         channels, kernels = checks.count(op, "channels", channels), checks.count(op, "kernels", kernels)
@@ -125,7 +120,7 @@ class TreeWires(ByContent):
         rounds = [_shuffled(size, kernels * per_kernel, random) for _ in range(-(-of_channel // size))]
         places = np.concatenate(rounds, axis=1)[:, :of_channel].reshape(kernels, per_kernel, of_channel)
         leaves = np.stack([np.broadcast_to(chosen, places.shape), *np.divmod(places, window[1])], axis=-1)
-        # Channels alternate, so that the surplus leaves, cut off here, are of different channels.
+        # Channels alternate, so that the surplus leaves, which are dropped here, read different channels.
         leaves = leaves.swapaxes(1, 2).reshape(kernels, -1, 3)[:, : 2**depth]
         order = _shuffled(2**depth, kernels, random)[..., None]
         return cls.from_leaves(np.take_along_axis(leaves, order, axis=1), channels, window)

@@ -1,5 +1,3 @@
-"""The wires of a layer of gates."""
-
 import dataclasses
 from typing import Any
 
@@ -19,11 +17,8 @@ from jaxbp.common.content import ByContent
 class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
-    Make wires once, on the host, by the class methods. The constructor checks nothing. Wires are a pytree, and
-    jitted functions may close over them.
-
-    The consumers of an input are the gates that read it. `pallas_kernels.logic.graph.Graph` describes the arrays of
-    consumers.
+    Make wires once, on the host, by the class methods. The constructor checks nothing. Wires are a pytree, and jitted
+    functions may close over them. The gates that read an input are its consumers (`pallas_kernels.logic.graph.Graph`).
 
     Attributes:
       a, b: the inputs of each gate, int32 in [0, inputs).
@@ -129,8 +124,6 @@ class Wires(ByContent):
 
         Raises:
           ValueError: there are too few gates to read every input, or more gates than pairs.
-
-        Source: as in `jaxbp.gate_layer`.
         """
         inputs = checks.count("Wires.unique", "inputs", inputs, at_least=2)
         gates = checks.count("Wires.unique", "gates", gates)
@@ -159,8 +152,6 @@ class Wires(ByContent):
         """Make eight gates on the nine cells of a 3 x 3 neighborhood in row-major order.
 
         Each gate reads one neighbor as input a, and the center as input b. A seed shuffles the gates.
-
-        Source: as in `jaxbp.automaton_step`.
         """
         neighbours = np.array([0, 1, 2, 3, 5, 6, 7, 8])
         if seed is not None:
@@ -169,10 +160,7 @@ class Wires(ByContent):
 
 
 def _trails(reads: np.ndarray, consumers: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walk along gates, as edges between inputs, until an input has no unused gate. Repeat from the lowest input left.
-
-    Return the consumers by which walks leave inputs, and the inputs by first visit.
-    """
+    """Return the consumers through which trails (see `Graph`) leave inputs, and the inputs by first visit."""
     reads, consumers, place, end = reads.tolist(), consumers.tolist(), offsets[:-1].tolist(), offsets[1:].tolist()
     taken, left_by, inputs = set(), [], {}
 

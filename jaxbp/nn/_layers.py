@@ -1,4 +1,4 @@
-"""The layers of LeNet and the MLP-Mixer, in the layouts NCHW, OIHW, and `(out, in)`."""
+"""The layers of LeNet and the MLP-Mixer."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: DTypeLi
 class Conv2d(nnx.Module):
     """`jaxbp.conv2d` with its parameters, `weight (out_channels, in_channels, *filter_size)` and `bias`.
 
+    The initial parameters are uniform within ±1/sqrt(number of inputs per output).
+
     Args:
       dtype: the dtype of the computation, to which inputs and parameters are cast.
-      rngs: the stream `params` draws the parameters, uniformly within ±1/sqrt(number of inputs per output).
     """
 
     def __init__(
@@ -89,8 +90,7 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """`jaxbp.layer_norm` with its parameters `(hidden,)`. `scale` starts at one, and `bias` at zero. `rngs` is
-    unused."""
+    """`jaxbp.layer_norm` with its parameters. `rngs` is unused."""
 
     def __init__(
         self,

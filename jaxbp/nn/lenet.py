@@ -30,8 +30,7 @@ class LeNet(nnx.Module):
     The convolutions have no padding. ReLU follows each dense layer except the last. There are 44,426 parameters.
 
     Args:
-      fused: whether convolution, ReLU and pool are one op, whose backward needs one byte per window of the pool.
-      implementation: for every op.
+      fused: whether convolution, ReLU, and pool are one op, which keeps one byte per pooling window for the backward.
       dtype: the dtype of the computation. The parameters are float32.
       rngs: the stream `params` draws the parameters.
 
@@ -61,8 +60,10 @@ class LeNet(nnx.Module):
     def loss(
         self, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
     ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
-        """Return the softmax cross-entropy, in float32 or wider, and the most likely class of each image. The dense
-        layers and the loss are one op if the model is fused and not in half precision."""
+        """Return the softmax cross-entropy, in float32 or wider, and the most likely class of each image.
+
+        The dense layers and the loss are one op if the model is fused and not in half precision.
+        """
         x = self._features(images)
         if self._dense_fused:
             return mlp.mlp_softmax_cross_entropy_with_classes(
@@ -81,7 +82,7 @@ class LeNet(nnx.Module):
         return [a for fc in (self.fc1, self.fc2, self.fc3) for a in fc.parameters()]
 
     def _features(self, images: Array, keep: Keep = lambda name, value: None) -> Array:
-        """Return the input of the dense layers. Call `keep(name, tensor)` for each tensor that the backward needs."""
+        """Return the input of the dense layers. Call `keep(name, tensor)` for tensors that the backward needs."""
         if images.ndim != 4 or images.shape[1:] != (1, 28, 28):
             raise ValueError(f"LeNet: images has shape {images.shape}; wants (batch, 1, 28, 28)")
         implementation = self.implementation
@@ -111,10 +112,10 @@ class LeNet(nnx.Module):
 def lenet_saved_tensors(
     model: LeNet, images: Float[AnyArray, "batch 1 28 28"], labels: Int[AnyArray, "batch"]
 ) -> tuple[Float[Array, "batch"], dict[str, Array]]:
-    """Return LeNet's loss and a dict from names to the tensors that its backward needs, in the order of the forward.
+    """Return LeNet's loss, and the tensors that its backward needs, in the order of the forward.
 
-    The tensors are the inputs of the five layers with parameters, the positions of both pools' maxima, and the logits.
-    If the model is not fused, they also include the pools' inputs.
+    The tensors are the inputs of the five layers with parameters, the positions of both pools' maxima, the logits, and,
+    if the model is not fused, the pools' inputs.
     """
     saved = {}
     x = model._features(images, saved.__setitem__)
@@ -144,11 +145,9 @@ class MemoryRow:
 
 
 def lenet_memory_table(batch: int, dtype: DTypeLike = jnp.float32, *, fused: bool = False) -> list[MemoryRow]:
-    """List the tensors that a training step of LeNet keeps and computes for a batch, with their sizes.
+    """List the tensors that a training step of LeNet keeps from the forward to the backward, and its gradients.
 
-    A "saved" tensor is kept from the forward to the backward. An "activation gradient" is passed between steps of the
-    backward. A "parameter gradient" is a result of the backward. In half precision, the backward also needs a copy of
-    each parameter, which is not listed.
+    In half precision, the backward also needs a copy of each parameter, which is not listed.
 
     Raises:
       ValueError: the batch is below 1.

@@ -18,12 +18,14 @@ from jaxbp.ops.logic.gate_layer import gate_layer
 from jaxbp.pairing import Implementation
 
 Wiring = Callable[[int, int, int], Wires]
-"""A function that makes wires from `(inputs, gates, seed)`, such as `Wires.unique` or `Wires.random`."""
+"""A function that makes wires from `(inputs, gates, seed)`, such as `Wires.unique`."""
 
 
 def thermometer(x: Shaped[AnyArray, "*batch features"], thresholds: ArrayLike) -> Shaped[Array, "*batch bits"]:
-    """For each feature and each threshold t, return the bit `x > t` in x's dtype. The bits of a feature are adjacent.
-    Thresholds are rounded to x's dtype if x is floating."""
+    """Return the bits `x > t` for each feature and each threshold t, in x's dtype. The bits of a feature are adjacent.
+
+    If x is floating, the thresholds are rounded to x's dtype.
+    """
     x = jnp.asarray(x)
     thresholds = jnp.asarray(thresholds, x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None)
     return (x[..., None] > thresholds).astype(x.dtype).reshape(*x.shape[:-1], -1)
@@ -41,7 +43,7 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gates(nnx.Module):
-    """Base class of layers of gates. Their logits are `(*shape, parameters)`."""
+    """Base class of layers of gates, with logits `(*shape, parameters)`."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Gates(nnx.Module):
         self.parametrization, self.implementation, self.dtype = parametrization, implementation, dtype
 
     def harden(self) -> Array:
-        """Return the number, from 0 to 15, of each gate's most probable function."""
+        """Return the number of each gate's most probable function."""
         return harden(self.logits[...], self.parametrization)
 
     def _apply(self, op, x, *, hard, **options):
@@ -75,7 +77,7 @@ class LogicLayer(Gates):
     Args:
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
-      dtype: the dtype of the computation, to which inputs are cast. The parameters stay float32.
+      dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
       rngs: the stream `params` is used for initialization "normal".
     """
 
@@ -85,8 +87,10 @@ class LogicLayer(Gates):
     def __call__(
         self, x: Float[AnyArray, "*batch inputs"], *, hard: bool = False, groups: int | None = None
     ) -> Float[Array, "*batch results"]:
-        """Return the gates' outputs, or with `groups` their sums, as in `jaxbp.gate_layer`. With `hard`, each gate
-        computes its most probable function."""
+        """Return the gates' outputs, or with `groups` their sums, as in `jaxbp.gate_layer`.
+
+        With `hard`, each gate computes its most probable function.
+        """
         return self._apply(gate_layer, x, hard=hard, groups=groups)
 
 
@@ -95,7 +99,7 @@ class LogicNetwork(nnx.Module):
 
     Args:
       widths: the number of gates in each layer. The last width is a multiple of the number of classes.
-      wiring: makes the wires of a layer, `wiring(inputs, gates, seed)`.
+      wiring: the function `wiring(inputs, gates, seed)` makes the wires of a layer.
       options: as in `LogicLayer`.
 
     Raises:

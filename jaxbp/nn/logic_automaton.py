@@ -24,13 +24,11 @@ class LogicAutomaton(nnx.Module):
     """`jaxbp.automaton_rollout` with its parameters, the logits of each layer, and its fixed wires.
 
     Args:
-      channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`.
+      channels, perception_kernels, perception_widths, update_widths, periodic, seed: as in `Automaton.create`, whose
+        errors also apply.
       initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.automaton_rollout`.
       rngs: the stream `params` is used for initialization "normal".
-
-    Raises:
-      ValueError: as in `Automaton.create`.
 
     Source: as in `jaxbp.automaton_step`, with a residual logit of 10.
     """
@@ -80,8 +78,10 @@ class LogicAutomaton(nnx.Module):
         memory: Memory = "states",
         hard: bool = False,
     ) -> Float[Array, "batch height width channels"]:
-        """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function. Other
-        arguments and errors are as in `jaxbp.automaton_rollout`."""
+        """Return the state after `steps` ticks. With `hard`, each gate computes its most probable function.
+
+        Other arguments and errors are as in `jaxbp.automaton_rollout`.
+        """
         logits = jax.tree.map(self._hard, self.logits) if hard else self.logits
         return automaton_rollout(
             logits,
@@ -102,14 +102,14 @@ class LogicAutomaton(nnx.Module):
         return [layer[...] for layer in self.perception], [layer[...] for layer in self.update]
 
     def harden(self) -> CellularCircuit:
-        """Return the automaton as a circuit on bits, in which each gate computes its most probable function."""
+        """Return the circuit in which each gate computes its most probable function."""
         automaton = self.automaton.get_value()
         channels, kernels = automaton.channels, automaton.kernels
         inputs = np.arange(NEIGHBOURHOOD * channels).reshape(NEIGHBOURHOOD, channels, 1)
         listed = GateList(inputs.size)
 
         def layer(logits, wires, sources):
-            """Add gates that read `sources[i]` as input i, and return their numbers, `(gates, ...)`."""
+            """Add gates that read `sources[i]` as input i. Return their sources, `(gates, ...)`."""
             a, b = sources[np.asarray(wires.a)], sources[np.asarray(wires.b)]
             numbers = np.asarray(gates.harden(logits, self.parametrization)).T
             return listed.add(numbers.reshape(wires.gates, *[1] * (a.ndim - 2), -1), a, b)

@@ -24,7 +24,7 @@ from jaxbp.ops.pointwise.shapes import flatten
 def image_thermometer(
     x: Shaped[AnyArray, "batch channels height width"], thresholds: ArrayLike
 ) -> Shaped[Array, "batch channels*thresholds height width"]:
-    """For each channel of x and each threshold t, return one channel of bits `x > t`, as in `thermometer`."""
+    """Return one channel of bits `x > t` for each channel of x and each threshold t, as in `thermometer`."""
     return jnp.moveaxis(thermometer(jnp.moveaxis(x, 1, -1), thresholds), -1, 1)
 
 
@@ -32,14 +32,12 @@ class LogicConv2d(Gates):
     """`jaxbp.logic_conv2d` with its parameters, `logits (kernels, gates, parameters)`, and its fixed wires.
 
     Args:
-      pool: height and width of the windows of an or-pool; None for no pool.
+      pool: height and width of the or-pool's windows; None for no pool.
       stride, padding, implementation: as in `jaxbp.logic_conv2d`.
       options: as in `LogicLayer`.
 
     Raises:
       TypeError: the wires are not `TreeWires`.
-
-    Source: as in `jaxbp.logic_conv2d`.
     """
 
     def __init__(
@@ -70,12 +68,7 @@ class LogicConv2d(Gates):
 
 
 class LogicConvolution(NamedTuple):
-    """A convolution of a `LogicConvNetwork`.
-
-    Attributes:
-      stride, padding, pool: as in `LogicConv2d`.
-      depth: the depth of the kernels' trees.
-    """
+    """A convolution of a `LogicConvNetwork`, as in `LogicConv2d`. The kernels are trees of depth `depth`."""
 
     kernels: int
     window: Size
@@ -90,14 +83,13 @@ class LogicConvNetwork(nnx.Module):
 
     Args:
       shape: channels, height and width of the images of bits.
-      widths, classes, tau, wiring, seed: as in `LogicNetwork`. The seed also determines the wires of the convolutions.
+      widths, classes, tau, wiring, seed: as in `LogicNetwork`. The seed also determines the convolutions' wires.
       channels_per_kernel: as in `jaxbp.TreeWires.random`.
       options: as in `LogicLayer`.
 
     Raises:
       TypeError: a convolution is not a `LogicConvolution`.
-      ValueError: the shape is not three positive integers; there are no convolutions; or `wiring` cannot make layers of
-        these widths.
+      ValueError: the shape is not three positive integers; there are no convolutions; or `LogicNetwork` raises it.
 
     Source: as in `jaxbp.logic_conv2d`.
     """

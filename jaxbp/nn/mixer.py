@@ -1,5 +1,3 @@
-"""MLP-Mixer: MLPs act alternately across the patches of an image and across their channels."""
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -15,11 +13,9 @@ IMAGE_SIZE = 28
 
 
 class MixerBlock(nnx.Module):
-    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels. The
-    second norm and the next dense layer are one op, `jaxbp.layer_norm_linear`.
+    """A block that computes `x + mlp(norm(x)ᵀ)ᵀ` across the patches, then `x + mlp(norm(x))` across the channels.
 
-    `patches_hidden` and `channels_hidden` are the MLPs' hidden widths. Every layer gets the options `implementation`,
-    `dtype`, and `rngs`.
+    The second norm and the next dense layer are one op. The options are `implementation`, `dtype`, and `rngs`.
     """
 
     def __init__(self, patches: int, channels: int, patches_hidden: int, channels_hidden: int, **options):
@@ -37,12 +33,12 @@ class MixerBlock(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """MLP-Mixer on 28 x 28 images: a dense layer on patches, mixer blocks, a norm, and a dense layer, whose results are
-    averaged over the patches.
+    """MLP-Mixer on 28 x 28 images: a dense layer on patches, `MixerBlock`s, a norm, and a dense layer. The logits are a
+    mean over the patches.
 
     Args:
       patch: height and width of a patch, a divisor of 28.
-      channels: the number of channels of each patch in the blocks.
+      channels: the number of channels of each patch.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
       implementation, dtype, rngs: as in `LeNet`.
 
@@ -84,5 +80,4 @@ class Mixer(nnx.Module):
         x = self.embed(x.swapaxes(2, 3).reshape(len(images), side**2, self.patch**2))
         for block in self.blocks:
             x = block(x)
-        # The dense layer is linear, so the mean may be taken after it.
-        return jnp.mean(self.head(x), axis=1)
+        return jnp.mean(self.head(x), axis=1)  # the head is linear, so its mean is the head of the mean

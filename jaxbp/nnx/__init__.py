@@ -1,5 +1,7 @@
-"""Ops of jaxbp as layers with the constructors, parameters, and layouts of the layers of the same name in
-`flax.nnx`."""
+"""Layers with the constructors, parameters, and layouts of the layers of the same name in `flax.nnx`.
+
+docs/nnx.md lists the options for which Flax computes a call, and the differences from Flax.
+"""
 
 from jaxbp.nnx.activations import PReLU as PReLU
 from jaxbp.nnx.activations import elu as elu

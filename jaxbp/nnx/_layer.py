@@ -1,5 +1,3 @@
-"""The base class of all layers, which decides which calls Flax computes."""
-
 import inspect
 from typing import Any, ClassVar
 
@@ -10,9 +8,8 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 
 
 class Layer:
-    """A layer of Flax whose calls run an op of jaxbp. A subclass also inherits from the layer of Flax, and its
-    `__call__` calls the op, or the layer of Flax if `_needs_flax` returns True. The constructor passes `args` and
-    `options` to Flax.
+    """A layer of Flax that calls an op of jaxbp. A subclass also inherits from the layer of Flax, and calls it instead
+    of the op if `_needs_flax` returns True.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -32,8 +29,7 @@ class Layer:
         self._needs_flax()
 
     def __init_subclass__(cls, **keywords: Any):
-        """Give the class a signature in which the arguments of Flax, and the keywords that layers of jaxbp add, replace
-        `**options`."""
+        """In the class's signature, replace `**options` by the arguments of Flax and the keywords that jaxbp adds."""
         super().__init_subclass__(**keywords)
         if twins := [base for base in cls.__mro__ if issubclass(base, nnx.Module) and not issubclass(base, Layer)]:
             parameters = _parameters(cls)
@@ -44,12 +40,11 @@ class Layer:
             cls.__signature__ = inspect.Signature(parameters)
 
     def _only_in_flax(self) -> dict[str, bool]:
-        """Return a dict from the constructor's options that the op lacks to whether each is in use."""
+        """Return, for each option of the constructor that the op lacks, whether it is in use."""
         return {}
 
     def _needs_flax(self, *arrays: Any, **arguments: bool) -> bool:
-        """Return whether Flax computes a call, because the op lacks an option or the dtype of `arrays`. `arguments`
-        maps the arguments that the op lacks to whether each is in use."""
+        """Return whether Flax computes a call with `arrays`. `arguments` are as `lacking` in `needs_flax`."""
         dtypes = {jnp.result_type(a) for a in arrays if a is not None}
         unsupported = {f"dtype {', '.join(sorted(map(str, dtypes)))}": bool(dtypes) and not _is_supported(dtypes)}
         lacking = self._only_in_flax() | arguments | unsupported
@@ -61,7 +56,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def needs_flax(name: str, implementation: Implementation, **lacking: bool) -> bool:
-    """Return whether Flax computes a call. `lacking` maps the options that the op lacks to whether each is in use.
+    """Return whether Flax computes a call. For each option that the op lacks, `lacking` has whether it is in use.
 
     Raises:
       NotImplementedError: Flax would compute the call, but the implementation is "pallas" or "xla".

@@ -1,4 +1,4 @@
-"""Activation functions. The functions that this module does not define are ops of jaxbp."""
+"""Activation functions. Most are ops of jaxbp."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def logsumexp(
     """`flax.nnx.logsumexp`, computed by `jaxbp.logsumexp`. If `b` or `return_sign` is given, JAX computes the call.
 
     Raises:
-      NotImplementedError: JAX would compute a call with the implementation "pallas" or "xla".
+      NotImplementedError: JAX would compute the call, but the implementation is "pallas" or "xla".
     """
     if needs_flax("logsumexp", implementation, b=b is not None, return_sign=return_sign):
         return jax.nn.logsumexp(a, axis, b, keepdims, return_sign, where)

@@ -1,5 +1,3 @@
-"""The convolution, with the channels on the last axis."""
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +13,8 @@ from jaxbp.ops.conv.conv2d import conv2d
 class Conv(Layer, nnx.Conv):
     """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`.
 
-    Images are `(..., height, width, in_features)`, and `kernel` has the shape `(*kernel_size, in_features /
-    feature_group_count, out_features)`. Flax computes calls with `conv_general_dilated`, `preferred_element_type`,
-    `input_dilation`, `out_sharding`, or more than two spatial axes.
+    Images are `(..., height, width, in_features)`, and `kernel` is `(*kernel_size, in_features / feature_group_count,
+    out_features)`.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -55,7 +52,7 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
-        """Return x and the padding for the op. Padding that ops lack, "CIRCULAR" and "REFLECT", is applied to x."""
+        """Return x and the padding for the op. The paddings "CIRCULAR" and "REFLECT" are applied to x."""
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if padding not in ("CIRCULAR", "REFLECT"):
             return x, padding

@@ -1,5 +1,3 @@
-"""Dropout."""
-
 from typing import Any
 
 from flax import nnx
@@ -10,7 +8,7 @@ from jaxbp.ops.pointwise.dropout import dropout
 
 
 class Dropout(Layer, nnx.Dropout):
-    """`flax.nnx.Dropout`, computed by `jaxbp.dropout`. It drops the same elements as the layer of Flax."""
+    """`flax.nnx.Dropout`, computed by `jaxbp.dropout`. In 32-bit mode, it drops the same elements as Flax's layer."""
 
     def __call__(self, inputs: Any, *, deterministic: bool | None = None, rngs: Any = None) -> Array:
         deterministic = self.deterministic if deterministic is None else deterministic

@@ -1,5 +1,3 @@
-"""Dense layers, one of them with its loss, and the embedding."""
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +11,9 @@ from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softm
 
 
 class Linear(Layer, nnx.Linear):
-    """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x kernel + bias`.
+    """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x @ kernel + bias`.
 
-    `kernel` has the shape `(in_features, out_features)`. Flax computes calls with `dot_general`,
-    `preferred_element_type`, or `out_sharding`.
+    `kernel` has the shape `(in_features, out_features)`.
     """
 
     def _only_in_flax(self) -> dict[str, bool]:
@@ -37,14 +34,12 @@ class Linear(Layer, nnx.Linear):
 
 
 class LinearSoftmaxCrossEntropy(Linear):
-    """`flax.nnx.Linear` with the softmax cross-entropy of its logits, by `jaxbp.linear_softmax_cross_entropy`.
+    """`flax.nnx.Linear`, and the softmax cross-entropy of its logits by `jaxbp.linear_softmax_cross_entropy`.
 
-    A call returns the logits. `loss` returns the loss without storing all logits. `kernel` has the shape
-    `(in_features, out_features)`. The op takes weights with one row per class, so XLA may store the transposed kernel.
-    For weights that are tied to an `Embed`, which already have one row per class, call the op instead.
+    A call returns the logits, and `loss` the loss without storing all logits. If the weights are tied to an `Embed`,
+    call the op instead (docs/nnx.md).
 
     Args:
-      args, options: as in `Linear`.
       label_smoothing, z_loss, softcap, reduction: as in `jaxbp.linear_softmax_cross_entropy`.
 
     Raises:
@@ -96,11 +91,7 @@ class LinearSoftmaxCrossEntropy(Linear):
 
 
 class Embed(Layer, nnx.Embed):
-    """`flax.nnx.Embed`, computed by `jaxbp.embedding`: `y = embedding[x]`.
-
-    `embedding` has the shape `(num_embeddings, features)`. `attend` calls `jaxbp.linear`, without a transpose. Flax
-    computes calls with `out_sharding` or only one embedding.
-    """
+    """`flax.nnx.Embed`, computed by `jaxbp.embedding`: `y = embedding[x]`. `attend` calls `jaxbp.linear`."""
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Array:
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)

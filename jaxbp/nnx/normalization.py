@@ -1,5 +1,3 @@
-"""Normalization layers."""
-
 from typing import Any
 
 from flax import nnx
@@ -36,11 +34,7 @@ class _OverLastAxis(_Norm):
 
 
 class LayerNorm(_OverLastAxis, nnx.LayerNorm):
-    """`flax.nnx.LayerNorm`, computed by `jaxbp.layer_norm`.
-
-    The variance is the mean of the squared deviations, also with `use_fast_variance=True`, which loses digits in Flax.
-    Flax computes calls with a mask, an axis name, or axes other than the last.
-    """
+    """`flax.nnx.LayerNorm`, computed by `jaxbp.layer_norm`. `use_fast_variance` has no effect."""
 
     def __call__(self, x: Any, *, mask: Any = None) -> Array:
         arrays = self.promote_dtype((x, self._parameter("scale"), self._parameter("bias")), dtype=self.dtype)
@@ -50,10 +44,7 @@ class LayerNorm(_OverLastAxis, nnx.LayerNorm):
 
 
 class RMSNorm(_OverLastAxis, nnx.RMSNorm):
-    """`flax.nnx.RMSNorm`, computed by `jaxbp.rms_norm`.
-
-    Flax computes calls with a mask, an axis name, or axes other than the last.
-    """
+    """`flax.nnx.RMSNorm`, computed by `jaxbp.rms_norm`. `use_fast_variance` has no effect."""
 
     def __call__(self, x: Any, mask: Any = None) -> Array:
         arrays = self.promote_dtype((x, self._parameter("scale")), dtype=self.dtype)
@@ -63,10 +54,7 @@ class RMSNorm(_OverLastAxis, nnx.RMSNorm):
 
 
 class GroupNorm(_Norm, nnx.GroupNorm):
-    """`flax.nnx.GroupNorm`, computed by `jaxbp.group_norm`, with the channels on the last axis.
-
-    The variance is computed as in `LayerNorm`. Flax computes calls with a mask, an axis name, or `reduction_axes`.
-    """
+    """`flax.nnx.GroupNorm`, computed by `jaxbp.group_norm`. `use_fast_variance` has no effect."""
 
     def _only_in_flax(self) -> dict[str, bool]:
         return super()._only_in_flax() | {"reduction_axes": self.reduction_axes is not None}
@@ -88,11 +76,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
 
 
 class BatchNorm(_Norm, nnx.BatchNorm):
-    """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`.
-
-    The running averages keep the dtype of the variables `mean` and `var`. Flax computes calls with a mask,
-    `axis_index_groups`, several axes in `axis`, or an input that has only the axis of the channels.
-    """
+    """`flax.nnx.BatchNorm`, computed by `jaxbp.batch_norm`. The running averages keep the dtype of `mean` and `var`."""
 
     def _only_in_flax(self) -> dict[str, bool]:
         several = isinstance(self.axis, tuple | list) and len(self.axis) > 1
@@ -104,7 +88,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
         arrays = (x, *variables, self._parameter("scale"), self._parameter("bias"))
         x_, _, _, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
         lacking = {"mask": mask is not None, "an input without a batch axis": x_.ndim == 1}
-        # If `use_running_average` is nowhere given, Flax raises an error.
+        # If `use_running_average` is missing, Flax raises an error.
         if self._needs_flax(x_, scale, bias, **lacking) or given is None:
             return super().__call__(x, use_running_average, mask=mask)
         y, mean, var = batch_norm(

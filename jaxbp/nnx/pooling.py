@@ -1,5 +1,3 @@
-"""Pools of images and sequences with the channels on the last axis."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +24,13 @@ def max_pool(
     """`flax.nnx.max_pool`, computed by `jaxbp.max_pool2d`.
 
     Args:
-      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`. With more than two spatial
-        axes, Flax computes the call.
+      inputs: images `(..., height, width, features)` or sequences `(..., width, features)`.
       strides: one stride per spatial axis. None means 1, unlike in `jaxbp.max_pool2d`.
       padding: "SAME", "VALID", or one pair (before, after) per spatial axis, filled with -inf.
 
     Raises:
       TypeError, ValueError: an argument is invalid.
-      NotImplementedError: Flax would compute a call with the implementation "pallas" or "xla".
+      NotImplementedError: the implementation is "pallas" or "xla", and there are more than two spatial axes.
     """
     given = inputs, window_shape, strides, padding
     return _pool("max_pool", max_pool2d, nnx.max_pool, *given, implementation=implementation)
