@@ -296,8 +296,7 @@ class CellularCircuit:
     def to_verilog(self, height: int, width: int, name: str = "automaton") -> str:
         """Return two Verilog modules: the circuit of one cell, `{name}_cell`, and the grid with registers, `{name}`.
 
-        At a rising edge of `clock`, the cells take the state `loaded` if `load` is 1. Otherwise they tick if `enable`
-        is 1. Bit `(r * width + c) * channels + ch` of `state` is channel ch of the cell in row r and column c.
+        A comment in the source describes the ports of `{name}`.
         """
         if height < 1 or width < 1:
             raise ValueError(f"CellularCircuit: the grid is {height} x {width}; wants at least one cell")

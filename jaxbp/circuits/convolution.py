@@ -75,10 +75,7 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return each kernel's output for leaves with the values `(kernels, leaves, ...)`.
-
-        `of_gates(functions, a, b)` evaluates gates.
-        """
+        """Return each kernel's output for the leaves' `values`. `of_gates(functions, a, b)` evaluates gates."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])
@@ -88,7 +85,8 @@ class Convolution(ByContent):
     def _windows(self, x: Array, places: tuple[np.ndarray, ...]) -> list[Array]:
         """Return the elements `places` of all windows of the convolution, one array per position in a pool window.
 
-        `places` are channels, rows, and columns. Each array is `(*places, pooled rows, pooled columns, ...)`.
+        `places` are three arrays `(*axes)`: the elements' channels, rows, and columns. Each returned array is
+        `(*axes, rows, columns, ...)`, with the rows and columns of the pooled image.
         """
         (_, rows, columns), (down, right) = self.output_shape, self.steps
         channel, row, column = (place[..., None, None] for place in places)

@@ -150,8 +150,7 @@ class ConvolutionalCircuit(ByContent):
         return gates.netlist(gates.place(self._head, x.ravel()) if self.head else x.ravel())
 
     def to_c(self, name: str = "circuit", classes: int | None = None) -> str:
-        """Return C99 source as described in `Circuit.to_c`. It has each simplified kernel once, in a loop over the
-        windows of the pool."""
+        """Return C99 source as described in `Circuit.to_c`, with a loop over the pool's windows for each kernel."""
         check_c("ConvolutionalCircuit", name, classes, self.outputs)
         tables, end = [], 0
         if any(map(any, self.convolutions[0].padding)):
@@ -180,8 +179,8 @@ class ConvolutionalCircuit(ByContent):
 
         Args:
           pipelined: whether to put registers after each convolution's pool and after each layer. The module then has an
-            `input clock` and takes a new x at each rising edge. Its y appears after as many edges, including the edge
-            that takes x, as there are convolutions and layers.
+            `input clock` and takes a new x at each rising edge. A comment in the source has the number of edges after
+            which y appears.
         """
         check_verilog("ConvolutionalCircuit", name)
         modules, parts = [], []
@@ -250,7 +249,6 @@ $calls
 def _c_of_convolution(
     name: str, i: int, convolution: Convolution, kernels: Netlist, source: _Image, target: _Image
 ) -> Code:
-    """Return a C function that reads the image `source` and writes the pooled image `target`."""
     window = np.indices((source.shape[0], *convolution.wires.window)).reshape(3, -1)
     reads = np.ravel_multi_index(tuple(window), source.shape).tolist()
     names = [f"x[{name}_block * {row}]" for row in reads] + [f"g{g}" for g in range(len(kernels))]

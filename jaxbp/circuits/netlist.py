@@ -27,14 +27,14 @@ _LEAF = np.array([False, True])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Netlist(ByContent):
-    """Gates in topological order. Each gate reads two sources.
+    """Gates in topological order.
 
     Source i is input i, and source `inputs + g` is gate g. `of` and `from_gates` sort the gates by depth, which is the
     number of gates on the longest path from an input, and gates of equal depth by function.
 
     Attributes:
       gates: the function of each gate, 0 to 15.
-      a, b: the sources that each gate reads.
+      a, b: the two sources that each gate reads.
       results: the source of each output.
       groups: the range `(begin, end)` of each group of gates with equal depth and function.
     """
@@ -189,7 +189,7 @@ class Netlist(ByContent):
         return tables, row[netlist.results].tolist(), rows
 
     def _by_outputs(self) -> "Netlist":
-        """Sort the gates by the first block of outputs that needs them, so that a block's gates fit into the cache."""
+        """Sort the gates by the first block of outputs that needs them, so that a block fits into the CPU's cache."""
         blocks = max(1, len(self) // GATES_AT_A_TIME)
         block = np.full(self.inputs + len(self), blocks)
         np.minimum.at(block, self.results, np.arange(self.outputs) * blocks // self.outputs)
@@ -210,7 +210,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return each source's row of memory, reused after its last read, and the number of rows."""
+        """Return each source's row of memory, which is reused after the last read, and the number of rows."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it
@@ -316,7 +316,7 @@ class _Builder:
         return self.node_of[gate]
 
     def _table(self, gate: tuple[int, int, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-        """Return the variables (leaves) and the truth table of a gate, or None if it has too many leaves."""
+        """Return a gate's variables (leaves) and truth table, or None if there are too many leaves."""
         function, *nodes = gate
         leaves = sorted({leaf for node in nodes for leaf in self.tables[node][0]})
         if len(leaves) > TABULATED_LEAVES:

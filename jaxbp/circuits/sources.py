@@ -172,7 +172,7 @@ int $name(size_t words, const uint32_t *x, uint32_t *y) {
   return 0;
 }
 """)
-# The outputs of a class are summed for a block of samples. Plane p has bit p of each sample's sum.
+# Plane p has bit p of each sample's sum over the outputs of a class.
 _C_CLASSIFY = string.Template(r"""
 /* Sums the outputs of a class, with a counter in which each plane's carry waits for another carry. */
 static void ${name}_sum(const uint32_t *values, const $wire *outputs, uint32_t (*restrict sum)[${name}_block]) {

@@ -156,7 +156,6 @@ def perceived_rows(channels: int, kernels: int, bits: int) -> np.ndarray:
 
 
 def _order(update: Sequence[Wires], channels: int, kernels: int, bits: int) -> Array:
-    """Return `Automaton.order`. If `jax.jit` traces the wires, each gate keeps its position."""
     if any(isinstance(wires.a, jax.core.Tracer) for wires in update):
         orders = [np.arange(wires.gates) for wires in update]
     else:

@@ -161,7 +161,7 @@ def _harden(logits, parametrization):
 def hard_logits(
     gates: UInt8[Array, "*kernels gates"], parametrization: Parametrization = "softmax", dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*kernels gates parameters"]:
-    """Return parameters that `harden` maps to `gates`. For inputs 0 and 1, the relaxed gates are exact."""
+    """Return parameters that `harden` maps to `gates`. With inputs 0 and 1, relaxed gates compute the same bits."""
     return _hard_logits(gates, parametrization, jnp.dtype(dtype))
 
 
@@ -193,7 +193,7 @@ def straight_through(
 ) -> Float[Array, "*kernels gates functions"]:
     """Return "softmax" logits of gates that are hardened where `hard` is true, but have the gradients of relaxed gates.
 
-    The coefficients are `c + hard * stop_gradient(h - c)`, with c of the relaxed gate and h of the hardened gate.
+    The coefficients are `c + hard * stop_gradient(h - c)`, where c is of the relaxed gate, and h of the hardened gate.
 
     Source: Y. Bengio et al., "Estimating or propagating gradients through stochastic neurons for conditional
     computation", 2013.

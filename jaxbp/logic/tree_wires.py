@@ -26,6 +26,7 @@ class TreeWires(ByContent):
       leaves: the channel, and the row and column in the window, that each leaf reads; int32.
       readers: the leaves, sorted by the channel that they read. Leaf l of kernel k is `k * 2^depth + l`.
       reader_offsets: for each channel, the index in `readers` of its first leaf, followed by the length of `readers`.
+      window: height and width.
     """
 
     leaves: Int[Array, "kernels leaves 3"]
@@ -103,7 +104,7 @@ class TreeWires(ByContent):
     ) -> "TreeWires":
         """Make random trees, each of which reads `channels_per_kernel` channels, or all channels if there are fewer.
 
-        The number of kernels per channel varies by at most one, and so does the number of leaves per channel.
+        The number of kernels per channel varies by at most one. In a kernel, so does the number of leaves per channel.
         A kernel reads a position twice only if more leaves read its channel than the window has positions.
 
         Raises:

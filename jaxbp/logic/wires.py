@@ -18,10 +18,11 @@ class Wires(ByContent):
     """The wires of a layer of two-input gates: gate g reads the inputs `a[g]` and `b[g]`.
 
     Make wires once, on the host, by the class methods. The constructor checks nothing. Wires are a pytree, and jitted
-    functions may close over them. The gates that read an input are its consumers (`pallas_kernels.logic.graph.Graph`).
+    functions may close over them.
+
+    The gates that read an input are its consumers (see `pallas_kernels.logic.graph.Graph`).
 
     Attributes:
-      a, b: the inputs of each gate, int32 in [0, inputs).
       inputs: the number of inputs, including inputs that no gate reads.
       max_fan_out: the largest number of consumers of an input.
     """

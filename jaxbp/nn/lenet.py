@@ -27,12 +27,11 @@ Keep = Callable[[str, Array], None]
 class LeNet(nnx.Module):
     """`1x28x28 -> conv 6@5x5 -> ReLU -> pool 2 -> conv 16@5x5 -> ReLU -> pool 2 -> 256 -> 120 -> 84 -> 10`.
 
-    The convolutions have no padding. ReLU follows each dense layer except the last. There are 44,426 parameters.
+    The convolutions have no padding. ReLU follows each dense layer except the last.
 
     Args:
       fused: whether convolution, ReLU, and pool are one op, which keeps one byte per pooling window for the backward.
       dtype: the dtype of the computation. The parameters are float32.
-      rngs: the stream `params` draws the parameters.
 
     Source: Y. LeCun et al., "Gradient-based learning applied to document recognition", 1998, with ReLU and max-pooling.
     """

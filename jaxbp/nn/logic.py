@@ -78,7 +78,6 @@ class LogicLayer(Gates):
       initialization, parametrization, residual_logit: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.gate_layer`.
       dtype: the dtype of the computation, to which inputs are cast. The logits stay float32.
-      rngs: the stream `params` is used for initialization "normal".
     """
 
     def __init__(self, wires: Wires, **options: Unpack[GateOptions]):

@@ -28,7 +28,6 @@ class LogicAutomaton(nnx.Module):
         errors also apply.
       initialization, residual_logit, parametrization: as in `jaxbp.initial_logits`.
       implementation: as in `jaxbp.automaton_rollout`.
-      rngs: the stream `params` is used for initialization "normal".
 
     Source: as in `jaxbp.automaton_step`, with a residual logit of 10.
     """

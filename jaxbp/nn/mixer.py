@@ -40,7 +40,7 @@ class Mixer(nnx.Module):
       patch: height and width of a patch, a divisor of 28.
       channels: the number of channels of each patch.
       patches_hidden, channels_hidden: the hidden widths of the blocks' MLPs.
-      implementation, dtype, rngs: as in `LeNet`.
+      dtype: as in `LeNet`.
 
     Raises:
       ValueError: the patches do not fill the image.

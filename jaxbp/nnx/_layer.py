@@ -9,12 +9,7 @@ from jaxbp.pairing import IMPLEMENTATIONS, Implementation
 
 class Layer:
     """A layer of Flax that calls an op of jaxbp. A subclass also inherits from the layer of Flax, and calls it instead
-    of the op if `_needs_flax` returns True.
-
-    Raises:
-      ValueError: the implementation is unknown.
-      NotImplementedError: the implementation is "pallas" or "xla", and an option in use exists only in Flax.
-    """
+    of the op if `_needs_flax` returns True."""
 
     implementation: Implementation
     __signature__: ClassVar[inspect.Signature]

@@ -11,11 +11,7 @@ from jaxbp.ops.conv.conv2d import conv2d
 
 
 class Conv(Layer, nnx.Conv):
-    """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`.
-
-    Images are `(..., height, width, in_features)`, and `kernel` is `(*kernel_size, in_features / feature_group_count,
-    out_features)`.
-    """
+    """`flax.nnx.Conv`, computed by `jaxbp.conv1d` or `jaxbp.conv2d`. Images are `(..., height, width, in_features)`."""
 
     def _only_in_flax(self) -> dict[str, bool]:
         axes = len(self.kernel_size)
@@ -52,7 +48,6 @@ class Conv(Layer, nnx.Conv):
         return y.reshape(*batch, *y.shape[1:])
 
     def _padded(self, x: Array) -> tuple[Array, Any]:
-        """Return x and the padding for the op. The paddings "CIRCULAR" and "REFLECT" are applied to x."""
         padding = canonicalize_padding(self.padding, len(self.kernel_size))
         if padding not in ("CIRCULAR", "REFLECT"):
             return x, padding

@@ -11,10 +11,7 @@ from jaxbp.ops.dense.linear_softmax_cross_entropy import Reduction, linear_softm
 
 
 class Linear(Layer, nnx.Linear):
-    """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x @ kernel + bias`.
-
-    `kernel` has the shape `(in_features, out_features)`.
-    """
+    """`flax.nnx.Linear`, computed by `jaxbp.linear`: `y = x @ kernel + bias`."""
 
     def _only_in_flax(self) -> dict[str, bool]:
         return {
