@@ -145,7 +145,7 @@ endmodule
 
 
 class CellularCircuit:
-    """A grid of any size, whose cells all run one circuit on words of 64 cells.
+    """A grid of any size, whose cells all run one circuit.
 
     Input `p * channels + c` of the circuit is channel c at position p of the 3 x 3 neighborhood, in row-major order.
     Output c is channel c of the cell's next state.

@@ -75,7 +75,7 @@ def bitwise_gate_layer(gates: UInt8[Array, "gates"], wires: Wires, x: UInt32[Arr
 def bitwise_gates(gates: UInt8[Array, "*gates"], a: UInt32[Array, "..."], b: UInt32[Array, "..."]) -> Array:
     """Return `c0 + c1 * a + c2 * b + c3 * a * b` modulo 2 for each bit of a and b, with c0 to c3 of each gate.
 
-    The axes of `gates` are the leading axes of a and b.
+    The axes of `gates`, the functions' numbers, are the leading axes of a and b.
     """
     masks = _MASKS if isinstance(a, np.ndarray) else jnp.asarray(_MASKS)
     c0, c1, c2, c3 = masks.T[:, gates].reshape(4, *gates.shape, *[1] * (a.ndim - gates.ndim))
@@ -154,8 +154,8 @@ class Circuit(ByContent):
         0, or 1 if there is no memory. Fewer than 16 words take as long as 16.
 
         Args:
-          classes: the number of classes, which adds two functions. The outputs form one group of equal size per class.
-            A sample's class is the first group with the most ones.
+          classes: the number of classes. The outputs form one group of equal size per class, and a sample's class is
+            the first group with the most ones. If given, the source has two more functions.
             `int name_classify_words(size_t words, const uint32_t *x, int *classes)` computes the class of each sample.
             `int name_classify(const uint8_t *bits)` returns the class of one sample, or -1 if there is no memory.
         """

@@ -65,7 +65,7 @@ class Convolution(ByContent):
         return math.prod(self.output_shape) * (pool * self.wires.gates + pool - 1)
 
     def netlist(self) -> Netlist:
-        """Return one netlist of all kernels. Its inputs are one window, in row-major order."""
+        """Return one netlist of all kernels. Its inputs are the elements of one window in row-major order."""
         size = (self.shape[0], *self.wires.window)
         gates = GateList(math.prod(size))
         return gates.netlist(self._roots(np.ravel_multi_index(self._leaves, size), gates.add))
@@ -75,7 +75,7 @@ class Convolution(ByContent):
         return tuple(np.moveaxis(np.asarray(self.wires.leaves), -1, 0))
 
     def _roots(self, values: Array, of_gates: Callable[[np.ndarray, Array, Array], Array]) -> Array:
-        """Return each kernel's output for the leaves' `values`. `of_gates(functions, a, b)` evaluates gates."""
+        """Return each kernel's output for `values (kernels, leaves, ...)`. `of_gates(gates, a, b)` evaluates gates."""
         first = 0
         while (count := values.shape[1] // 2) > 0:
             values = of_gates(self.gates[:, first : first + count], values[:, ::2], values[:, 1::2])

@@ -210,7 +210,7 @@ class Netlist(ByContent):
         return verilog_of(name, self.inputs, self.outputs, lines)
 
     def _rows(self) -> tuple[np.ndarray, int]:
-        """Return each source's row of memory, which is reused after the last read, and the number of rows."""
+        """Return each source's row of memory, which is reused after the source's last read, and the number of rows."""
         last_read = np.zeros(self.inputs + len(self), int)
         for group, (begin, end) in enumerate(self.groups):
             last_read[self.inputs + begin : self.inputs + end] = group  # if no gate reads it

@@ -73,8 +73,8 @@ class Automaton(ByContent):
         """Make an automaton with random wires: `Wires.moore` in perception layer 0, and `Wires.unique` elsewhere.
 
         Args:
-          perception_widths: the number of gates in each layer of a perception circuit; in the first layer, 8.
-          update_widths: the number of gates in each update layer; in the last layer, `channels`.
+          perception_widths: the number of gates in each layer of a perception circuit, 8 in the first layer.
+          update_widths: the number of gates in each update layer, `channels` in the last layer.
 
         Raises:
           ValueError: an argument is below 1, a width is wrong, or `Wires.unique` cannot make a layer.
