@@ -15,5 +15,5 @@ _imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name):
     if name in __all__:
         return _imported(name)
-    # With both keywords, Python suggests similar names ("Did you mean: ...?").
+    # With both keywords, Python suggests similar names.
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])

@@ -1,7 +1,7 @@
-"""Backpropagation through many steps with bounded memory: some states are kept, and the others are recomputed.
+"""Backpropagation through many steps with bounded memory.
 
-The policy "logarithmic" (see `checkpointed_scan`) divides the steps into n segments of about log2(steps) steps, and
-keeps the states before about log2(n) of these segments, which binomial checkpointing selects.
+The policy "logarithmic" divides the steps into n segments of about log2(steps) steps, and keeps the states before about
+log2(n) segments, which binomial checkpointing selects.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Return the last state, and the states kept for `reverse_scan`. Step t computes `state = step(state, t)`. `memory`
-    is not "all". `keep` maps a state to the part that `reverse_scan` needs."""
+    """Compute `state = step(state, t)` for each step t. Return the last state, and the states kept for `reverse_scan`,
+    of which `keep` selects the needed part. `memory` is not "all"."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)
@@ -132,7 +132,7 @@ def _through(step, state, start, length, *, unroll):
 
 
 def _back(step, step_backward, carry, state, start, length, *, unroll):
-    """Return the carry after the backward of `length` steps from step `start`, before which the state is `state`."""
+    """Return the carry after the backward of `length` steps. Step `start`, the first, begins with `state`."""
     if length == 1:
         return step_backward(carry, state, start)
     steps = start + np.arange(length, dtype=np.int32)
@@ -159,10 +159,10 @@ class _Schedule:
     """A plan of visits (see `_binomial`) to n segments of steps, from the last to the first.
 
     Attributes:
-      slots: the number of slots for one state each. An extra slot receives the states that are not kept.
+      slots: the number of slots, each for one state. An extra slot receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
-      visits: four arrays `(n,)`: each visit's segment, the slot from which it fetches a state, the segment that begins
-        with this state, and the index of the visit's first entry in `slots_on_the_way`.
+      visits: four arrays `(n,)`: each visit's segment, the slot of the state that it fetches, the segment that begins
+        with this state, and the visit's first index in `slots_on_the_way`.
       slots_on_the_way: for each segment that a visit recomputes, the slot for the state before it.
     """
 
@@ -179,30 +179,30 @@ def _schedule(n: int) -> _Schedule:
     spare = slots
     _, _, _, stores = visits[0]
     first_slots = np.array([0, *(stores.get(i, spare) for i in range(1, n))], np.int32)
-    # The forward keeps the states that the first visit would keep, so this visit starts from the last.
+    # The forward keeps the states that the first visit would keep. This visit starts from the last of them.
     visits[0] = (n - 1, *max(((slot, i) for i, slot in stores.items()), key=lambda s: s[1], default=(0, 0)), {})
     on_the_way, first = [], []
     for segment, _, start, stores in visits:
         first.append(len(on_the_way))
         on_the_way += [spare if i == start else stores.get(i, spare) for i in range(start, segment)]
-        # A slot has the state before the visit's segment, or no later visit needs it.
+        # The state before the visit's segment is in a slot, or no later visit needs it.
     columns = [np.array(column, np.int32) for column in list(zip(*visits, strict=True))[:3]]
     return _Schedule(slots, first_slots, (*columns, np.array(first, np.int32)), np.array([*on_the_way, 0], np.int32))
 
 
 def _binomial(n: int, slots: int) -> list[tuple[int, int, int, dict[int, int]]]:
-    """Return one visit `(segment, slot, start, stores)` per segment, for n segments, last segment first.
+    """Return one visit `(segment, slot, start, stores)` per segment, last segment first.
 
-    A visit fetches the state before the segment `start` from the slot, and recomputes the segments up to `segment`.
-    `stores` maps some of these segments to the slots that keep the states before them.
+    A visit fetches the state before segment `start` from the slot, and recomputes the steps up to `segment`. `stores`
+    maps segments on this way to the slots that keep the states before them.
     """
     repeats = next(r for r in range(n + 1) if math.comb(slots - 1 + r, r) >= n)
     visits = []
 
     def visit(low, high, depth, repeats, fetched, stores):
-        """Append visits of the segments in [low, high) to `visits`. Slot `depth` has the state before segment `low`."""
+        """Visit the segments in [low, high). Slot `depth` has the state before segment `low`."""
         while high - low > 1 and depth + 1 < slots:
-            # Binomial checkpointing reverses this many segments with the remaining slots and this many repeats.
+            # The remaining slots and `repeats` recomputations suffice for this many segments.
             right = min(math.comb(slots - depth - 2 + repeats, repeats), high - low - 1)
             middle = high - right
             visit(middle, high, depth + 1, repeats, fetched, stores | {middle: depth + 1})
@@ -258,7 +258,6 @@ def checkpointed(layers: Sequence[Callable[[Any], Any]], memory: Memory | None =
 
 
 def _bisected(layers):
-    """Halve the layers recursively, with each first half under `jax.checkpoint`."""
     if len(layers) == 1:
         return layers[0]
     half = len(layers) // 2

@@ -1,5 +1,3 @@
-"""Moving the mapped axis of arrays to the front under `vmap`."""
-
 from typing import Any
 
 import jax
@@ -13,8 +11,7 @@ def mapped_axis_first(results: Any, residuals: Any = ()) -> tuple[Any, Any]:
     """Return both arguments. Under `vmap`, the mapped axis of each array in `results` becomes its first axis.
 
     A `custom_vjp` function and its forward rule must both call `mapped_axis_first`. For a `vmap` within `jit`, JAX
-    assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error. A
-    residual that is also a result is kept only once.
+    assumes that both have the mapped axis at the same position, and otherwise permutes axes without an error.
     """
     moved = {id(a): _mapped_axis_first_p.bind(a) for a in jax.tree.leaves(results)}
     return jax.tree.map(lambda a: moved.get(id(a), a), (results, residuals))

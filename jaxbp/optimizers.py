@@ -1,8 +1,4 @@
-"""An Optax optimizer that updates all parameters in one launch (example in `docs/api.md`).
-
-The kernel overwrites the old parameters and moments. XLA copies them first, unless they are donated or carried through
-`jax.lax.scan`.
-"""
+"""An Optax optimizer that updates all parameters in one launch (docs/api.md)."""
 
 import dataclasses
 import functools
@@ -39,7 +35,7 @@ class FusedOptimizer(NamedTuple):
     Attributes:
       init, update: as in Optax.
       apply: `apply(grads, state, params, finite=None) -> (params, state)` runs `update` and `optax.apply_updates`. If
-        the flag `finite` is given and false, nothing changes, as with `jaxbp.precision.where_finite`.
+        the flag `finite` is given and false, nothing changes.
     """
 
     init: Callable[[PyTree], Any]
@@ -89,7 +85,6 @@ def fused_adamw(
 
     Args:
       mask: as in `optax.adamw`. With a mask, there are two launches per dtype.
-      clip: the largest magnitude of an element of the gradients, or None.
       implementation: "pallas" is the kernel, "xla" and "autodiff" are Optax, and None is the faster of the two. The
         kernel supports float32, bfloat16, and float16, and computes in float32. Before JAX 0.11.0, None is Optax.
 
@@ -108,7 +103,7 @@ def fused_adamw(
     _require("weight_decay", weight_decay, lambda w: w >= 0, "a number of at least 0")
     _require("clip", clip, lambda c: c > 0, "a number above 0, or None")
     values = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, clip=clip)
-    # Arrays may be traced, so they are arguments of the compiled function.
+    # Arrays may be traced, so the compiled function takes them.
     arrays = {name: jnp.asarray(value) for name, value in values.items() if isinstance(value, Array | np.ndarray)}
     adamw = _AdamW({name: value for name, value in values.items() if name not in arrays}, mask)
     chain, plain = adamw.chain(arrays), adamw.plain
@@ -130,8 +125,8 @@ def fused_adamw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AdamW:
-    """AdamW, both as a chain of Optax transformations and as a kernel. `numbers` has the hyperparameters that are not
-    arrays. The methods' argument `arrays` has the others."""
+    """AdamW as an Optax transformation and as a kernel. `numbers` has the hyperparameters that are not arrays. The
+    methods' argument `arrays` has the others."""
 
     numbers: Mapping[str, Any]
     mask: Any
@@ -172,7 +167,7 @@ class _AdamW:
         return jax.tree.leaves(jax.tree.map(lambda m, tree: jax.tree.map(lambda _: bool(m), tree), mask, params))
 
     def step(self, state, finite, arrays):
-        """Return the scalars that are known only when the step runs, such as the bias corrections."""
+        """Return the scalars that are known only when the step runs."""
         nodes, value = _nodes(state), {**self.numbers, **arrays}
         count = _following(nodes[0].count)
         step = {"first": 1 - value["b1"] ** count, "second": 1 - value["b2"] ** count, **arrays}
@@ -218,7 +213,7 @@ def _default(grads, state, params, finite, arrays):
 
 
 def _lists(grads, state, params, decaying=None):
-    """For each group of equal weight decay and dtypes, yield whether its parameters decay, their indices, and the lists
+    """For each group of parameters with equal `decaying` and dtypes, yield this flag, their indices, and the lists
     `([parameters, *moments], [gradients])`."""
     moments = (getattr(_nodes(state)[0], field) for field in _MOMENTS)
     lists = [jax.tree.leaves(tree) for tree in (params, *moments, grads)]
@@ -232,8 +227,7 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Call `kernel` on a GPU, and `plain` elsewhere and under `vmap`. The kernel needs aligned arrays, but an array in
-    a batch may begin at any address."""
+    """Call `kernel` on a GPU, and `plain` elsewhere and under `vmap`, where arrays may not be aligned for the kernel."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

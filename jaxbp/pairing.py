@@ -1,4 +1,4 @@
-"""Pair a function with a hand-written backward, and choose among its implementations, which docs/api.md lists."""
+"""Pair a function with a hand-written backward, and choose among its implementations (docs/api.md)."""
 
 import contextlib
 import contextvars
@@ -31,12 +31,11 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class DefaultImplementation:
-    """The implementations that `implementation=None` selects, because they are the fastest in benchmarks.
+    """The implementations that `implementation=None` selects.
 
     Attributes:
       gpu: for GPUs that run the kernels.
-      older_gpu: for other GPUs. It also replaces "pallas" in `gpu` if the kernel does not support the arguments or the
-        mesh.
+      older_gpu: for other GPUs, and instead of the kernel if it does not support the arguments or the mesh.
       elsewhere: for other platforms.
     """
 
@@ -51,7 +50,7 @@ def differentiable(
     """Return a function with the values of `kernel`, which JAX cannot differentiate, and the derivatives of `formula`.
 
     Both take `(*arrays, **options)` and compute the same function. With `batch_axes`, each device of a mesh runs the
-    kernel on a part of the examples (see `jaxbp.sharding`).
+    kernel on a part of the examples.
     """
 
     @remembered
@@ -78,16 +77,14 @@ def differentiable(
 
 
 class Op(Generic[P, R]):
-    """A pure function with several implementations, among which a call selects one with `implementation=`.
+    """A pure function with several implementations. A call selects one with `implementation=`.
 
     Args:
-      name: as used in error messages and in compiled programs.
+      name: as shown in error messages and compiled programs.
       implementations: maps names to `function(*arrays, **options)`. Options are static and hashable.
-        `implementation=None` calls the function under the key None. Without this key, it calls the implementation that
-        `default` names.
-      unsupported: `(*arrays, **options) -> str | None`, the reason why the kernel does not support the arguments, or
-        None.
-      default: the default implementations, or a function `(*arrays, **options) -> DefaultImplementation`.
+        `implementation=None` calls the function under the key None if there is one, else the one that `default` names.
+      unsupported: a function of `(*arrays, **options)` that returns why the kernel does not support them, or None.
+      default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not,
         `implementation=None` does not choose the kernel on a mesh.
       sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results get the sharding of this
@@ -136,7 +133,7 @@ class Op(Generic[P, R]):
           NotImplementedError: the op lacks this implementation, or its kernel does not support the arguments.
         """
         if self._compiled and not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(arrays)):
-            # After an error, `_run` raises it again, without JAX's messages about tracing and hashing.
+            # `_run` raises an error again, without JAX's messages about tracing and hashing.
             with contextlib.suppress(NotImplementedError, TypeError, ValueError):
                 return self._compiled(implementation, Options(options))(*arrays)
         with _within(self.name):
@@ -162,7 +159,6 @@ class Op(Generic[P, R]):
         return self._bind(implementation, options)(*arrays)
 
     def _sharded_like(self, implementation: str | None, options: Mapping[str, Any]) -> Callable | None:
-        """Return a function whose results have the wanted sharding, or None if JAX infers the sharding."""
         if self.sharded_like or implementation == "autodiff" or "autodiff" not in self.implementations:
             return self.sharded_like
         return self._bind("autodiff", options)
@@ -214,7 +210,7 @@ class Op(Generic[P, R]):
         return self._renamed[name]
 
     def __reduce__(self):
-        # Functions among the constructor's arguments must be at the top level of a module.
+        # Pickle needs the constructor's functions at the top level of a module.
         return _made_again, (type(self), *self._made_of)
 
     def __repr__(self) -> str:
@@ -263,10 +259,10 @@ class Pair(Op[P, R]):
     Args:
       forward: `forward(*arrays, **options) -> y`, in jnp. Options are static and hashable. An array may be None or a
         pytree of arrays.
-      backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` with these implementations.
-        "xla" is a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one
-        gradient per array of the forward, or one array if there is only one. The gradient of an integer array is None
-        or has dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
+      backward: a dict from implementations to `backward(dy, *saved, **options)`, or an `Op` of `(dy, *saved)`. "xla" is
+        a formula in jnp, and "pallas" is a kernel for the same function. The backward returns a tuple with one gradient
+        per array of the forward, or one array if there is only one. The gradient of an integer array is None or has
+        dtype float0. In the gradient of a pytree, any subtree may be None, which means zero.
       save: `save(*arrays, **options) -> (y, saved)`, or a dict with one such function per implementation. `saved` is a
         tuple of pytrees, by default the arguments. Its arrays that are not arguments get the op's name, for the
         policies of `jax.checkpoint`. A kernel that `save` calls must be `differentiable`.
@@ -279,7 +275,7 @@ class Pair(Op[P, R]):
         arrays of the set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
-      default_vjp: the default implementations of `vjp`, or a function of `(dy, *arrays)`. If omitted, `default` holds.
+      default_vjp: as `default`, for `vjp`. A function gets `(dy, *arrays)`. If omitted, `default` holds.
 
     Attributes:
       backward: an `Op` of `(dy, *saved)`.
@@ -328,7 +324,7 @@ class Pair(Op[P, R]):
             for key, rule in backward.implementations.items()
             if key in saves and key != "autodiff"
         }
-        # Under the key None, `save` runs the fastest forward, so calls without a gradient use it, too.
+        # Under the key None, `save` runs the fastest forward, also for calls without a gradient.
         forwards = {
             key: functools.partial(_value, save_) if key is None else forward for key, (save_, _) in self._rules.items()
         }
@@ -426,13 +422,12 @@ def _value(save, *arrays, **options):
 
 
 def saving_arguments(forward: Callable, *arrays: Any, **options: Any) -> tuple[Any, tuple]:
-    """Return the result and the arguments of `forward`. Bound to a forward, this function is the argument `save` of a
-    `Pair` whose backward needs only the arguments."""
+    """With `forward` bound, this is the `save` of a `Pair` whose backward needs only the arguments."""
     return forward(*arrays, **options), arrays
 
 
 def given_arguments(*arrays: Any, **options: Any) -> tuple:
-    """Return the arrays: the argument `residuals` of a `Pair` whose `save` is `saving_arguments`."""
+    """The `residuals` of a `Pair` whose `save` is `saving_arguments`."""
     return arrays
 
 
@@ -445,7 +440,7 @@ def _nothing(*arrays, **options):
 
 
 def _named(name: str, arrays: tuple, y: Any, saved: Any) -> tuple[Any, Any]:
-    """In `saved` and y, name the arrays of `saved` that are not arguments after the op (`checkpoint_name`)."""
+    """Apply `checkpoint_name` to the arrays of `saved`, also within y, except for arguments of the op."""
     given = {id(a) for a in jax.tree.leaves(arrays)}
     named = {id(a): checkpoint_name(a, name) for a in jax.tree.leaves(saved) if id(a) not in given}
     return jax.tree.map(lambda a: named.get(id(a), a), (y, saved))

@@ -1,6 +1,6 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling (`docs/mixed_precision.md`).
 
-All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`, also with donated buffers.
+All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`.
 
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
@@ -70,8 +70,8 @@ class Policy:
         """Return the policy that a text names.
 
         Args:
-          text: "float32", "bfloat16", "float16", "mixed_bfloat16", or "mixed_float16", or three dtypes, such as
-            "params=float32,compute=bfloat16,output=float32". The mixed policies keep parameters and results in float32.
+          text: "float32", "bfloat16", "float16", "mixed_bfloat16", "mixed_float16", or three dtypes, such as
+            "params=float32,compute=bfloat16,output=float32". Mixed policies keep parameters and results in float32.
 
         Raises:
           ValueError: the text has another form.
@@ -222,10 +222,10 @@ class LossScale:
         return value_and_gradients
 
     def check(self, most_skipped: int = 100) -> None:
-        """Wait for the device, and check that at least one of the last `most_skipped` steps was not skipped.
+        """Wait for the device, and check that not all of the last `most_skipped` steps were skipped.
 
         Raises:
-          FloatingPointError: all these steps were skipped. A dynamic scale is then at its minimum, and not the cause.
+          FloatingPointError: all were skipped. A dynamic scale is then at its minimum, and not the cause.
         """
         skipped, value = np.max(self.skipped_steps), np.min(self.value)
         if skipped >= most_skipped:

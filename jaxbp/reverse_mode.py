@@ -15,8 +15,8 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments, but make forward mode raise an error that names the op. Tangents pass through a linear
-    identity, which reverse mode only transposes."""
+    """Return the arguments, but make forward mode raise an error that names the op. Reverse mode only transposes the
+    primitive that raises it."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 
@@ -109,8 +109,7 @@ batching.primitive_batchers[_linear_call_p] = _batched
 def transposable(
     function: Callable[..., Array], arrays: Sequence[Any], linear_in: Sequence[Sequence[int]], op: str
 ) -> Array:
-    """Return `function(*arrays)`, and support `jax.linear_transpose` in the sets `linear_in` (see `Pair`). The
-    transpose is the gradient at zero."""
+    """Return `function(*arrays)`, with `jax.linear_transpose` for each set of arrays in `linear_in` (see `Pair`)."""
     if not any(isinstance(a, jax.core.Tracer) for a in arrays):
         return function(*arrays)
     leaves, structure = jax.tree.flatten(tuple(arrays))

@@ -1,7 +1,7 @@
 """Ops on arrays that lie on a mesh of devices (docs/many_devices.md).
 
-XLA would run a kernel on every device with all examples. A kernel therefore declares batch axes, and each device gets a
-part of the examples. Results without a batch axis are summed over the devices.
+XLA would run a kernel on every device with all examples. If the kernel declares batch axes, each device gets a part of
+the examples. Results without a batch axis are summed over the devices.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return a function from a kernel's arrays to `Axes`. The batch axes are the leading axes of the arguments at
-    `places`. There are none if the first of these arguments has at most `features` axes."""
+    """Return the `batch_axes` of a kernel: the leading axis of each argument whose position is in `places`. If the first
+    of these arguments has at most `features` axes, there are no batch axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 
@@ -63,8 +63,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded by the compiler. The results get the sharding that JAX infers for `autodiff`.
-    With explicit axes, the products in a hand-written backward might have to declare their sharding."""
+    """Return `function(*arrays)`, sharded as `autodiff(*arrays)`. Within `function`, the mesh axes are automatic. With
+    explicit axes, products in a hand-written backward might have to declare their sharding."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
     )
@@ -76,9 +76,8 @@ def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -
 
 
 def over_devices(kernel: Callable, formula: Callable, batch_axes: BatchAxes | None) -> Callable:
-    """Return a function that runs `kernel` on each device with the device's part of the examples. If the examples
-    cannot be divided evenly, every device gets all examples. `formula`, the same function in jnp, gives the results'
-    shapes."""
+    """Return a function that runs `kernel` on each device with a part of the examples, or with all examples if they
+    cannot be divided evenly. `formula`, the same function in jnp, gives the results' shapes."""
 
     @functools.wraps(kernel)
     def call(*arrays):
@@ -101,7 +100,7 @@ def _of_leaves(axis, argument):
 
 
 def _that_grow(formula, leaves, axes):
-    """Return the axis of each result that grows with the number of examples, or None."""
+    """Return each result's axis whose size depends on the number of examples, or None."""
 
     def shapes(times):
         grown = []
@@ -129,7 +128,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
         on_one_device = functools.partial(_on_one_device, on_own_examples)
         return mesh, on_one_device, shardings(of_results), tuple(shardings(of_arguments))
 
-    # A partitioned function must not have constants. `jax.jit` keeps them inside.
+    # A partitioned function must not have constants. `jax.jit` hides them.
     call = custom_partitioning(lambda *leaves: jax.jit(kernel)(*leaves))
     call.def_partition(partition, sharding_rule=functools.partial(_rule, of_arguments, of_results))
     # JAX has no `vmap` of partitioned functions.
@@ -143,7 +142,7 @@ def _partitioned(kernel, of_arguments, of_results, multiple_of):
 
 
 def _on_one_device(function: Callable, *arrays: Any) -> list:
-    """Lower the function without the mesh of explicit axes that `jax.set_mesh` may set."""
+    """Lower the function without the mesh that `jax.set_mesh` may set."""
     if not has_explicit_axes():
         return function(*arrays)
     with on_no_mesh():
@@ -176,7 +175,6 @@ def _sum(a, names):
 
 
 def _mesh_axes(arguments, axes, multiple_of):
-    """Return the mesh axes that shard the batch axis, or () if the examples cannot be divided evenly."""
     a, axis = next((a, axis) for a, axis in zip(arguments, axes, strict=True) if axis is not None)
     spec = (*a.sharding.spec, *[None] * a.ndim)[axis] or ()
     names = spec if isinstance(spec, tuple) else (spec,)
