@@ -50,8 +50,7 @@ def apply(
     params: PyTree,
     finite: Bool[Array, ""] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Return `(params, state)` after a step of a `FusedOptimizer` or of an Optax optimizer. If the flag `finite` is
-    given and false, nothing changes."""
+    """Return `(params, state)` after one step of the optimizer. If `finite` is false, return both unchanged."""
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.apply(grads, state, params, finite)
     import optax
@@ -227,7 +226,7 @@ def _lists(grads, state, params, decaying=None):
 
 
 def _alone(kernel: Callable, plain: Callable) -> Callable:
-    """Call `kernel` on a GPU, and `plain` elsewhere and under `vmap`, where arrays may not be aligned for the kernel."""
+    """Call `kernel` on a GPU, and `plain` elsewhere and under `vmap`, where arrays may not be aligned for a kernel."""
     call = custom_vmap(functools.partial(on_gpu, kernel, plain))
 
     @call.def_vmap

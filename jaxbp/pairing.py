@@ -174,7 +174,7 @@ class Op(Generic[P, R]):
             gpu = older_gpu
         if gpu == elsewhere:
             return self._bind(gpu, options)(*arrays)
-        # On a machine with a GPU, a function may still be lowered for the CPU.
+        # JAX may lower a function for the CPU of a machine with a GPU.
         return lax.platform_dependent(*arrays, cuda=self._bind(gpu, options), default=self._bind(elsewhere, options))
 
     def _compile(self, implementation: Implementation, options: Options) -> Callable:
@@ -271,8 +271,8 @@ class Pair(Op[P, R]):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. If so, calls pass its shape as the option `shape`, and
         the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
-      linear_in: sets of indices of arrays. If all arrays outside of a set are fixed, y must be jointly linear in the
-        arrays of the set, except for a constant term. `jax.linear_transpose` then works for each set.
+      linear_in: sets of indices of arrays. With the other arrays fixed, y must be jointly linear in the arrays of a set,
+        except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
       default_vjp: as `default`, for `vjp`. A function gets `(dy, *arrays)`. If omitted, `default` holds.

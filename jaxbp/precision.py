@@ -1,7 +1,5 @@
 """Mixed precision: a policy of dtypes, and dynamic loss scaling (`docs/mixed_precision.md`).
 
-All functions except `LossScale.check` run under `jax.jit`, `jax.lax.scan`, and `jax.vmap`.
-
 Source: P. Micikevicius et al., "Mixed precision training", ICLR 2018.
 """
 
@@ -166,7 +164,7 @@ class LossScale:
 
     @classmethod
     def static(cls, value: float) -> "LossScale":
-        """Return a constant scale. Steps that are not finite are still skipped.
+        """Return a constant scale.
 
         Raises:
           ValueError: the value is not a finite number above 0.
@@ -271,8 +269,7 @@ def loss_scaled(
         gradients = jax.grad(lambda p: state.loss_scale.scale(loss(p)))(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
 
-    If a gradient is not finite, the updates are 0 and the state of `optimizer` does not change. The scale changes as in
-    `LossScale.update`.
+    If a gradient is not finite, the updates are 0 and the state of `optimizer` does not change.
     """
     import optax
 

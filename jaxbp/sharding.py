@@ -1,7 +1,7 @@
 """Ops on arrays that lie on a mesh of devices (docs/many_devices.md).
 
-XLA would run a kernel on every device with all examples. If the kernel declares batch axes, each device gets a part of
-the examples. Results without a batch axis are summed over the devices.
+If a kernel declares batch axes, each device gets a part of the examples, else all of them. Results without a batch
+axis are summed over the devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Axes:
 
     Attributes:
       of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.
-      multiple_of: a number that must divide the number of examples per device.
+      multiple_of: must divide the number of examples per device.
     """
 
     of: Mapping[int, int | Sequence[int]]
@@ -40,8 +40,8 @@ BatchAxes = Callable[..., Axes]
 
 
 def batched(*places: int, features: int = 1) -> BatchAxes:
-    """Return the `batch_axes` of a kernel: the leading axis of each argument whose position is in `places`. If the first
-    of these arguments has at most `features` axes, there are no batch axes."""
+    """Return the `batch_axes` of a kernel: the leading axis of each argument at a position in `places`. If the first of
+    these arguments has at most `features` axes, there are no batch axes."""
     return lambda *arrays: Axes(dict.fromkeys(places, 0) if arrays[places[0]].ndim > features else {})
 
 

@@ -1,4 +1,4 @@
-"""The table of all ops, with the cases of their checks and timings."""
+"""The table of all ops, with small cases for checks and realistic cases for timing."""
 
 from jaxbp.catalogue.entries import CATALOGUE as CATALOGUE
 from jaxbp.catalogue.schema import BATCH as BATCH

@@ -1,4 +1,4 @@
-"""Random arguments for the entries of the catalogue, and functions that make entries."""
+"""Cases and functions for the entries of the table."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ BLOCKS = (
     ((BATCH, 1, 28, 28), (6, 1, 5, 5), (BATCH, 6, 24, 24), (BATCH, 6, 12, 12)),
     ((BATCH, 6, 12, 12), (16, 6, 5, 5), (BATCH, 16, 8, 8), (BATCH, 16, 4, 4)),
 )
-"""Shapes of images x, filters w, convolution z, and pool y in LeNet's two blocks."""
+"""Shapes of images x, filters w, convolution z, and pool y in LeNet's blocks."""
 
 
 def block_cases(name: str, of: Callable[..., Case]) -> dict[str, Case]:
@@ -67,8 +67,8 @@ def pair_entries(
 ) -> tuple[Entry, Entry]:
     """Return the entries of a function and of its public backward.
 
-    A case's arguments are `dy` and then the function's arguments, of which `takes` selects the backward's. If `like` is
-    the function's name, it is only for the backward.
+    Cases have the arguments `(dy, *arguments)`. The backward takes `(dy, *arguments[takes])`. If `like` is the
+    function's name, it is only for the backward.
     """
     backward = getattr(sys.modules[function.__module__], f"{function.__name__}_backward")
 
@@ -97,7 +97,7 @@ def unary_entries(function: Callable, small: Argument = SMALL_APART, **options: 
 
 
 def binary_entries(function: Callable, **of: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return the entries of f(x1, x2). `of` maps "x1" and "x2" to keyword arguments of `Argument`."""
+    """`of` maps "x1" and "x2", the names of the arguments, to keyword arguments of `Argument`."""
     x1, x2 = (functools.partial(Argument, **of.get(name, {})) for name in ("x1", "x2"))
     rows = 2 if function is arithmetic.divide else 1
     small = case_of((3, 2, 4), x1((3, rows, 4)), x2((2, 1)))
@@ -126,8 +126,7 @@ def rowwise_entries(function: Callable) -> tuple[Entry, ...]:
 
 
 def without_convention(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Set `kink_convention=False`, for ops that give the gradient to the first of equal numbers. Autodiff would divide
-    it."""
+    """Set `kink_convention=False`: the op gives the gradient to the first of equal numbers, and autodiff divides it."""
     return tuple(dataclasses.replace(entry, kink_convention=False) for entry in entries)
 
 
@@ -179,7 +178,7 @@ def tick_entries(function: Callable, **options: int) -> tuple[Entry, Entry]:
         state = automaton.state(*grid)
         return case_of(state.shape, logits, automaton, state, **options)
 
-    # Most gates pass one input through. With random functions, the gradient would vanish over the 19 layers.
+    # Most gates pass one input through. With random functions, the gradient would vanish.
     passing = CHECKERBOARD.logits(offset=tuple(6.0 * (i == PASS_THROUGH) for i in range(16)))
     published = dataclasses.replace(at(CHECKERBOARD, (BATCH, 16, 16), passing), batch=2)
     return pair_entries(

@@ -1,5 +1,3 @@
-"""The table of ops, with small cases for checks and realistic cases for timing."""
-
 import functools
 
 from jaxbp.catalogue.cases import (
@@ -376,7 +374,6 @@ CATALOGUE: tuple[Entry, ...] = (
         case_of((2, 3, 4), Argument((2, 3), below=5), (5, 4)),
         {
             "characters": token_case(65, 384),
-            # a vocabulary of a language model
             **row_cases((32768, 128256, 2560), of=token_case),
         },
     ),

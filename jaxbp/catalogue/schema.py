@@ -1,4 +1,4 @@
-"""Building blocks of the table of ops: random arguments, cases, and entries."""
+"""Classes for the table of ops."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ class Argument:
     """A random array. Floats are standard normal, times `scale`, plus `offset` along the last axis.
 
     Attributes:
-      shape: the sizes of the axes. The batch size replaces `BATCH`.
+      shape: may contain `BATCH`, which the batch size replaces.
       below: the exclusive upper bound of integers; None for floats.
       weights: whether the floats go through a softmax over the last axis.
       apart: whether the floats are evenly spaced, in random order.
@@ -121,14 +121,16 @@ class AutomatonArgument(FixedArgument):
         return [perception, [Argument((gates, parameters), offset=offset) for gates in self.update]]
 
     def state(self, *grid: int | str) -> Argument:
-        """Return the `Argument` of a batch of grids in [0, 1]. `grid` is the shape without channels."""
+        """`grid` is the shape without channels."""
         return Argument((*grid, self.channels), weights=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op's arguments (pytrees of `Argument` and `FixedArgument`) and options. `batch` is the batch size for timing;
-    None for the bench's default."""
+    """An op's arguments, which are pytrees of `Argument` and `FixedArgument`, and its options.
+
+    `batch` is the batch size for timing, or None.
+    """
 
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,1 +1,0 @@
-"""Argument checks, numerics, and the geometry of windows, which several packages use."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops. They raise a TypeError or a ValueError when an op is traced."""
+"""Checks of the arguments of ops. They raise a TypeError or a ValueError."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def floating(op: str, optional: Sequence[str] = ("b",), /, **arguments: Any) -> tuple[Array, ...]:
-    """Return the arguments as arrays of one floating dtype of at least 16 bits, promoted as in `jax.numpy`. Arguments
-    named in `optional` may be None."""
+    """Return the arguments as arrays of one floating dtype, promoted as in `jax.numpy`. Arguments named in `optional`
+    may be None."""
     arrays = {name: None if a is None and name in optional else array(op, name, a) for name, a in arguments.items()}
     given = {name: a for name, a in arrays.items() if a is not None}
     for name, a in given.items():
@@ -52,7 +52,6 @@ def shape(op: str, name: str, a: Array, *wanted: int | str) -> None:
 def scale_and_bias(
     op: str, x: Array, size: tuple[int, ...], scale: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Return scale and bias of shape `size`. None becomes ones for scale, and zeros for bias."""
     for name, a in (("scale", scale), ("bias", bias)):
         if a is not None:
             shape(op, name, a, *size)
@@ -123,8 +122,8 @@ def array(op: str, name: str, a: Any) -> Array:
 
 
 def mask(op: str, where: Any, *shapes: tuple[int, ...]) -> Array | None:
-    """Return `where` as a boolean array, or None. It must broadcast to the first of the `shapes` with as many axes as
-    `where`, or else to `shapes[0]`."""
+    """Return `where` as an array. It must broadcast to the first of the `shapes` with as many axes as `where`, or else
+    to `shapes[0]`."""
     if where is None:
         return None
     where = array(op, "where", where)
@@ -160,7 +159,7 @@ def one_axis(op: str, name: str, axis: Any, ndim: int) -> int:
 
 
 def number_or_array(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float | Array:
-    """Return `value` as a float in `[low, high]`, or as a floating array of shape (), whose range is not checked."""
+    """The range of an array is not checked."""
     if not isinstance(value, Array | np.ndarray):
         return number(op, name, value, low, high)
     if value.shape != ():

@@ -1,5 +1,3 @@
-"""Compare and hash dataclasses of arrays by their content."""
-
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +14,6 @@ class ByContent:
 
     @functools.cached_property
     def _content(self) -> Any:
-        """Return a hashable value that determines the content, or None if an array cannot be read."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         leaves, structure = jax.tree.flatten(fields)
         if not all(map(_is_concrete, leaves)):

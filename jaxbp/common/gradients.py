@@ -81,7 +81,7 @@ def _check_array(op: str, name: str, kind: _Leaf, gradient: Any) -> None:
 
 
 def of_floating(gradients: Any, arguments: tuple) -> Any:
-    """Select the gradients with respect to arguments with a floating leaf. Return a tuple, or the only gradient."""
+    """Return the gradients with respect to arguments that have a floating leaf: a tuple, or the only gradient."""
     pairs = zip(as_tuple(gradients), arguments, strict=True)
     return _alone_or_tuple(tuple(gradient for gradient, a in pairs if any(map(_is_floating, jax.tree.leaves(a)))))
 

@@ -15,14 +15,13 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True or None, else `other`. Where `where` is False, the gradient of `a` is 0, even if
-    `a` is NaN there."""
+    """Return `a` where `where` is True or None, else `other`. There, the gradient of `a` is 0, even if `a` is NaN."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 
 def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> Array:
     """Return `a`, but -inf where `where` is False, so that a softmax over `axis` ignores these elements. If all
-    elements along `axis` are excluded, they become 0, because the softmax of only -inf is NaN."""
+    elements along `axis` are excluded, they become 0, because their softmax would be NaN."""
     if where is None:
         return a
     where = jnp.broadcast_to(where, a.shape)
@@ -30,7 +29,7 @@ def exclude(where: Array | None, a: Array, axis: int | Sequence[int] | None) -> 
 
 
 def wide(dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype in which elements of a floating dtype are summed: float32, or float64 for float64."""
+    """Return the dtype for sums of a floating dtype: float32, or float64 for float64."""
     # Promote also if `jax.numpy_dtype_promotion` is "strict".
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
@@ -60,8 +59,7 @@ def exponentials(a: Array, axis: int | Sequence[int] | None) -> tuple[Array, Arr
 
 
 def on_tensor_cores(dtype: DTypeLike, precision: PrecisionLike) -> bool:
-    """Return whether products may run on the tensor cores. Products in float32 may, unless `precision` excludes TF32.
-    None means JAX's default precision."""
+    """Return whether products may run on the tensor cores. Products in float32 may unless `precision` excludes TF32."""
     precision = jax.config.jax_default_matmul_precision if precision is None else precision
     asked = precision if isinstance(precision, tuple | list) else (precision,)
     return dtype != jnp.float32 or not any(p in ("highest", "float32", lax.Precision.HIGHEST) for p in asked)

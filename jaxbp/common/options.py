@@ -1,5 +1,3 @@
-"""Caches of functions whose keys are the options of ops."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -12,7 +10,7 @@ REMEMBERED = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """A key of a cache. Values of different types are unequal, such as 2 and 2.0."""
+    """A key of a cache that distinguishes equal values of different types, such as 2 and 2.0."""
 
     values: Mapping[str, Any]
 
@@ -35,6 +33,6 @@ def _typed(value: Any) -> Any:
 
 
 def remembered(build: Callable[..., Callable]) -> Callable[..., Callable]:
-    """Return `build` with a cache of its results. JAX finds cached traces by a function's identity, so equal options
-    must give the same function."""
+    """Cache the functions that `build` returns. Equal options must give the same function, because JAX finds its traces
+    by a function's identity."""
     return functools.lru_cache(REMEMBERED)(build)

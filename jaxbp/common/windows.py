@@ -46,7 +46,7 @@ class Windows:
 
     @property
     def nonoverlapping(self) -> bool:
-        """Whether every position of the input is in exactly one window, and every window lies inside the input."""
+        """Whether every position of the input is in exactly one window, without padding or gaps."""
         filled = all(size % f == 0 for size, f in zip(self.input_size, self.window, strict=True))
         return filled and self == Windows(self.input_size, self.window, self.window)
 
@@ -155,8 +155,8 @@ def unsupported(windows: Windows) -> str | None:
 
 
 def _whole_windows(size, reach, stride, padding):
-    """Return an axis's padding with `ceil_mode`, increased if the last window of extent `reach` exceeds the padded
-    input. A window that would start after the input is left out."""
+    """Return an axis's padding, increased so that a last, partial window fits, unless it would start after the
+    input."""
     before, after = padding
     count = -(-(size + before + after - reach) // stride) + 1
     if (count - 1) * stride >= size + before:

@@ -1,5 +1,3 @@
-"""Turn a function of pytrees into a function of its floating arrays."""
-
 import dataclasses
 import functools
 import inspect
@@ -73,7 +71,7 @@ def take_apart(function: Callable, args: Sequence[Any]) -> Arguments:
         inner = jax.tree_util.keystr(tuple(way), simple=True, separator=".")
         names.append(".".join(filter(None, (parameters[position.idx], inner))))
         a = a if hasattr(a, "dtype") else jnp.asarray(a)
-        # Programs for any device can use NumPy arrays as constants.
+        # NumPy arrays can be constants on any device.
         leaves.append(np.asarray(a) if jnp.issubdtype(a.dtype, jnp.integer) else a)
     return Arguments(tuple(names), tuple(leaves), structure)
 
@@ -90,8 +88,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
     """Return `function`, with `implementation=None` bound if this argument has another meaning than in jaxbp.
 
-    The meaning differs if `implementation="autodiff"` raises an error other than `NotImplementedError`, and
-    `implementation=None` raises no error.
+    If so, "autodiff" raises an error other than `NotImplementedError`, and None raises no error.
     """
     if not takes_implementation(function):
         return function
@@ -131,6 +128,6 @@ def require_function(op: str, name: str, value: Any) -> None:
 
 
 def require_several(op: str, name: str, value: Any) -> None:
-    # Each letter of a string would count as a name.
+    # Each letter would count as a name.
     if isinstance(value, str):
         raise TypeError(f"{op}: {name} is {value!r}; wants a sequence, say [{value!r}]")

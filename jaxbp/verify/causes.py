@@ -1,5 +1,3 @@
-"""Describe how a gradient is wrong, such as by a factor."""
-
 import numpy as np
 
 from jaxbp.verify.derivatives import scale_of

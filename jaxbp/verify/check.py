@@ -1,5 +1,3 @@
-"""Compare a backward with finite differences, element by element."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,18 +57,18 @@ def check(
       float64, which central differences confirm or correct.
     - Orders 2 and 3: the gradient of `Σ c (y + y²/2)` is differentiated once or twice along random directions.
 
-    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array as all arguments
-    of its shape, and on the data that `added` names:
+    A hand-written backward also runs outside `jit`, under `vmap` and `jax.checkpoint`, with one array passed for all
+    arguments of its shape, and on the data that `added` names:
 
     - "cotangents": dy times -30, and dy with zeros.
-    - "kinks": some elements equal `kinks`, or constants of the forward, such as bounds, or -0 and subnormal numbers.
+    - "kinks": some elements equal `kinks`, constants of the forward, -0, or subnormal numbers.
     - "ties": few different numbers.
     - "zeros": zeros only.
     - "large": numbers up to 300, in one argument at a time.
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
       precision.
 
-    If an argument is positive, lies in [0, 1], or has rows that sum to 1, so does its added data. For an op with other
+    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data is like it. For an op with other
     requirements, such as sorted arguments, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
@@ -78,13 +76,12 @@ def check(
 
     Args:
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
-      implementations: by default all.
       order: the highest order to check: 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink, where the slopes on the two sides differ.
       kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
         two sides passes.
-      cases: more cases to check: dicts of other options, such as `{"stride": 2}`, or pairs of other arguments and their
-        options, such as `((x, w), {})`.
+      cases: other options to check, such as `{"stride": 2}`, or pairs of other arguments and their options, such as
+        `((x, w), {})`.
       tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
       most_elements: the number of elements per argument at which finite differences confirm autodiff.
       gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's

@@ -1,5 +1,3 @@
-"""Run one function under each implementation, and compare results and costs."""
-
 import dataclasses
 import io
 import math
@@ -23,7 +21,7 @@ BAR_WIDTH = 60
 ROUNDINGS = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-4, "float64": 1e-10}
 """The relative difference that summing in another order may cause."""
 TF32 = 1e-2
-"""The relative difference that tensor cores may cause on a GPU, by rounding factors to TF32."""
+"""The relative difference that rounding factors to TF32 may cause."""
 AS_FAST = 1.05
 HOST_BOUND = 0.05
 """Below this `host_waited`, the host limits the time."""
@@ -64,7 +62,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page with the comparison's sections between the HTML `before` and `after`."""
+        """Return an HTML page, with the HTML `before` and `after` around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -163,15 +161,14 @@ def compare(
 ) -> Comparison:
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
-    The costs are time, memory, and compilation time. The differentiated sum of all results weights the elements of
-    non-scalar results with random numbers. The sum's Hessian is multiplied by a random direction, in forward over
-    reverse mode, or in reverse over reverse mode if a custom rule has no forward mode.
+    The costs are time, memory, and compilation time. The sum of all results is differentiated, with random weights for
+    the elements of non-scalar results. The Hessian is multiplied by a random direction, in forward over reverse mode,
+    or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.
       args: arrays or pytrees of arrays, including models of Flax NNX.
-      argnums: the arguments to differentiate with respect to; by default all floating arrays.
-      second_order: whether to compute the Hessian product.
+      argnums: as in `jax.grad`; by default all floating arrays.
       seconds: the least duration of a round of timing.
 
     Returns:

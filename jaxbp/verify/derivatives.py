@@ -1,5 +1,3 @@
-"""A function's value, gradients, and higher derivatives as compiled programs."""
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,10 +20,11 @@ def value_and_gradients(function: Function) -> Callable:
 
 
 def derivative(function: Function, order: int, reverse: bool = False) -> Callable:
-    """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`.
+    """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`
+    along `order - 1` directions.
 
-    Because of the square, the cotangent `dy = c (1 + y)` of the results y depends on y. The backward is therefore also
-    differentiated with respect to dy. There are `order - 1` directions.
+    Here, y are results, and c their cotangents. Because of the square, `dy = c (1 + y)` depends on y, so that the
+    backward is also differentiated with respect to dy.
     """
 
     def gradient(values, cotangents):
@@ -51,7 +50,7 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
 
 
 class Derivatives:
-    """The results, the gradients, and the higher derivatives of a function.
+    """The results, gradients, and higher derivatives of a function, as compiled programs.
 
     Gradients are differentiated in the first of the `modes` that succeeds: forward (False) or reverse (True).
     """
@@ -74,7 +73,7 @@ class Derivatives:
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivatives, for results y and cotangents c."""
-        if order == 1:  # at order 1, the program of the gradients suffices
+        if order == 1:  # needs no other program
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
         for reverse in self._modes:
@@ -88,9 +87,9 @@ class Derivatives:
                     raise
 
     def plain(self, order: int, square: bool = False) -> Callable:
-        """Return the uncompiled program of an order. With `square`, order 1 has the gradient of `Σ c (y + y²/2)`.
+        """Return the uncompiled program of an order. With `square`, order 1 is as in `with_square`.
 
-        Before a higher order, call the object with this order, which selects forward or reverse mode.
+        An order above 1 must have run before.
         """
         if order > 1:
             return self._higher[order].__wrapped__

@@ -1,5 +1,3 @@
-"""Finite differences of `Σ c y`, with results y and cotangents c."""
-
 import dataclasses
 from collections.abc import Callable
 
@@ -27,7 +25,7 @@ class Slopes:
     Attributes:
       low, high: sums of the smaller and of the larger one-sided slope of each term of `Σ c y`.
       noise: the rounding error from the results that a step changes.
-      noise_of_all: the rounding error from all results, because a step may be too small to change a result.
+      noise_of_all: the rounding error from all results, because a small step may leave a result unchanged.
     """
 
     central: np.ndarray
@@ -40,7 +38,7 @@ class Slopes:
 
 
 class Differences:
-    """Computes slopes of `Σ c y`, for results y with the relative rounding error `eps`.
+    """Computes `Slopes`. The results y have the relative rounding error `eps`.
 
     `moved(values, base)` returns y at `values`. Arguments of `stop_gradient` keep their values at `base`.
     """
@@ -52,7 +50,7 @@ class Differences:
         self, values: Arrays, cotangents: Arrays, argument: int, indices: np.ndarray, steps: np.ndarray
     ) -> Slopes:
         sizes, c = [a.size for a in values], flat(cotangents)
-        # All arguments share one program, so the number is the same for all.
+        # One number, because all arguments share one program.
         at_once = max(1, min(AT_ONCE, max(sizes), NUMBERS_AT_ONCE // max(1, c.size)))
         x, first, found = values[argument].ravel()[indices], sum(sizes[:argument]), []
 
@@ -101,8 +99,8 @@ def confirmed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the expected gradient, and masks of the elements at which slopes contradict and confirm `autodiff`.
 
-    docs/numerics.md has the conditions ("What a gradient is compared with"). Slopes replace contradicted elements.
-    Elements at which autodiff is not finite count as confirmed.
+    Slopes replace contradicted elements (docs/numerics.md, "What a gradient is compared with"). Elements that are not
+    finite count as confirmed.
 
     `look(which, steps)` returns the `Slopes` of the elements with the indices `which`. `error()` returns the rounding
     error of `Σ c y`.

@@ -1,5 +1,3 @@
-"""Find the operation at which a value or a cotangent stops being finite."""
-
 import dataclasses
 import functools
 import itertools
@@ -67,7 +65,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     operation.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
-    and infinite values made from them do not count. A NaN made from an infinite constant counts.
+    and infinite values made from them do not count, but a NaN made from them counts.
 
     Args:
       function: a function from pytrees of arrays to a pytree of arrays.

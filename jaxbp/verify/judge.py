@@ -17,10 +17,10 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""An error of up to `ALLOWED` times autodiff's error passes. Autodiff's error is measured on `SAMPLES` data sets within
-the fraction `NEAR` of the data."""
+"""An error of up to `ALLOWED` times autodiff's error passes. This error is measured on `SAMPLES` data sets within the
+fraction `NEAR` of the data."""
 FACTOR_ELEMENTS = 8
-"""With fewer elements, a common factor is not counted as a mistake."""
+"""With fewer elements, a common factor is no mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
@@ -106,7 +106,7 @@ class Judge:
     def _decided(self, case):
         """Return masks of the elements that must equal `case.e`, and of undecided elements."""
         point, expected, a, e = case.point, case.expected, case.a, case.e
-        # For finite arguments, NaN is never expected, and infinity only if kinks must have autodiff's slope.
+        # With finite arguments, a NaN in `e` is ignored, and an infinity unless kinks must have autodiff's slope.
         loose = point.maybe_undefined or expected.order > 1 or (point.kinks and not self.convention)
         told = np.isfinite(e) if loose else ~np.isnan(e)
         held = told if all(np.isfinite(v).all() for v in point.values) else np.ones(e.shape, bool)
@@ -134,7 +134,7 @@ class Judge:
             fine = case.excess(ALLOWED * self._rounding(point, order, i)) <= 1
             wrong, reason = _excused(wrong, fine, reason, "within the rounding error of autodiff")
         if wrong.any():
-            # An op in half precision accumulates in float32. Above order 1, it differentiates a rounded gradient.
+            # Ops in half precision accumulate in float32. Above order 1, they differentiate a rounded gradient.
             in_dtype = order > 1 or self.autodiff is None
             terms = np.dtype(jnp.dtype(dtype) if in_dtype else np.promote_types(jnp.dtype(dtype), np.float32)).name
             settings = point.values, point.cotangents, self.directions, jnp.dtype(terms)
@@ -253,7 +253,7 @@ class Judge:
                 np.unique(np.linspace(0, open_.size - 1, max(1, min(KINKS_LOOKED_AT, WORK // numbers))).astype(int))
             ]
             to = np.argsort(change, axis=0)[-1 - rank, chosen]
-            size = 2 ** int(np.ceil(np.log2(chosen.size)))  # few sizes mean few programs to compile
+            size = 2 ** int(np.ceil(np.log2(chosen.size)))  # to compile few programs
             arguments = [ends[k] for k in np.resize(to, size)], np.resize(indices[chosen], size), halvings
             data = point.values, point.cotangents, self.directions
             found = self.reference.jumps(order, i, *data, *arguments)[: chosen.size]
@@ -285,17 +285,17 @@ class Judge:
             limits = [allowed(np.abs(g).max(axis=0), tolerance) for g in found]
             low, high = found[i].min(axis=0) - limits[i], found[i].max(axis=0) + limits[i]
             fine &= (part[i] >= low) & (part[i] <= high) & _sums_are_right(part[i], found[i], limits[i])
-            # At a tie between arguments, a number may move from one gradient to another, but must not disappear.
+            # At a tie between arguments, a number may move to another gradient, but not disappear.
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
-        # A backward is linear in dy. The parts' gradients must add up to the gradient.
+        # A backward is linear in dy.
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
-        """Return arguments near the point, and the i-th gradient there and, last, at the point.
+        """Return arguments near the point, and the i-th gradients there and, last, at the point.
 
-        To break ties, single elements, such as those at `places`, also move further.
+        To break ties, single elements also move further.
         """
         random, ends, found = generator(2), [], []
         moves = [(None, None, 0)] * NEIGHBOURS
@@ -327,10 +327,10 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of elements whose sums along all axes lie between the sums of `found`, gradients at nearby points.
+    """Return a mask of elements whose sums along each axis lie between the sums of `found`, the gradients nearby.
 
-    At a tie, an op may divide a gradient among equal elements, but not change the sum. The limits are widened, because
-    few points seldom break many ties in one direction.
+    At a tie, an op may divide a gradient, but not change its sum. Limits are widened, because few points seldom break
+    many ties in one direction.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

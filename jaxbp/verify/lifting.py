@@ -1,4 +1,4 @@
-"""Evaluate a program in float64 although it computes in a narrower dtype, which would round away small steps."""
+"""Evaluate a program in float64 that computes in a narrower dtype, which would round away small steps."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""Measure the programs of one implementation."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""Calls per timed program on a GPU. Between calls, the device does not wait for the host."""
+"""Calls per timed program on a GPU, between which the device does not wait for the host."""
 KINDS = ("value", "gradient", "hessian product")
 
 
@@ -136,8 +134,8 @@ def measure(
 
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
-      order: 2 for the Hessian product as well, else 1.
-      programs: maps the text of known programs to their implementations. `measure` adds to it.
+      order: 2 to include the Hessian product, else 1.
+      programs: maps the text of known programs to implementations. `measure` adds to it.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

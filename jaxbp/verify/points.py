@@ -1,5 +1,3 @@
-"""The data at which an op is checked."""
-
 import dataclasses
 import functools
 import itertools
@@ -81,7 +79,7 @@ def halved(own: Point) -> Point:
 
 
 def with_one_array(own: Point, same: Sequence[int], name: str) -> Point:
-    """Return the point with one argument, of the narrowest range, in place of all arguments in `same`."""
+    """Return the point with the argument of the narrowest range in place of all arguments in `same`."""
     ranks = (_sums_to_1, lambda a: (a >= 0).all() and (a <= 1).all(), lambda a: (a > 0).all())
     rank = lambda i: next((k for k, fits in enumerate(ranks) if fits(own.values[i])), len(ranks))  # noqa: E731
     array = own.values[min(same, key=rank)]

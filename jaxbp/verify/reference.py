@@ -37,7 +37,7 @@ class Expected:
     Attributes:
       order, against: as in `CheckRow`.
       arrays: one array per result at order 0, else one per floating argument.
-      contradicted: masks of the elements at which finite differences contradict autodiff, and replace it in `arrays`.
+      contradicted: masks of the elements of `arrays` at which finite differences replace autodiff.
       undecided: None, or masks of the elements at which autodiff is not finite, and finite differences give no slope.
     """
 
@@ -49,12 +49,12 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op, from which expected results and gradients are computed in float64.
+    """The forward of an op, with its results and derivatives in float64.
 
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
-      constants: floating constants of the program, at which it may have kinks.
-      note: a remark if the program computes in a narrower dtype than its arguments, else None.
+      constants: floating constants of the forward, at which it may have kinks.
+      note: a remark if the forward computes in a narrower dtype than its arguments, else None.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Reference:
         try:
             with float64():
                 jax.eval_shape(lifted(value_and_gradients(self.function)), wide, cotangents)
-        except Exception as error:  # a primitive can raise anything for an unsupported dtype
+        except Exception as error:  # a primitive can raise anything
             reason = str(error) if isinstance(error, CannotLiftError) else type(error).__name__
             self._eps = float(jnp.finfo(dtype).eps)
             self.note = f"computes in {dtype.name}, not in float64 ({reason}); finite differences take larger steps"
@@ -130,7 +130,7 @@ class Reference:
     ) -> tuple[Expected, Expected]:
         """Return the expected values and gradients. Finite differences confirm about `most` elements per gradient.
 
-        `steps` has the `Tolerance.step` of each floating argument.
+        `steps` has the `Tolerance.step` of each argument.
         """
         y, autodiff = self.value_and_gradients(values, cotangents)
         error = functools.cache(lambda: self._rounding_of_sum(values, cotangents))
@@ -197,7 +197,7 @@ class Reference:
         return Expected(order, against, shaped(slope), shaped(other))
 
     def derivative(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays] = ()) -> Arrays:
-        """Return the results (order 0), the gradients (order 1), or a higher derivative, in float64."""
+        """Call `Derivatives` in float64."""
         with float64():
             return in_numpy(self._derivatives(order, list(values), list(cotangents), list(directions)))
 
@@ -222,9 +222,9 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return one array `(1 + runs, parts, ...)` per gradient, by `rounding.rounded_otherwise`.
+        """Return the gradients in `rounding.rounded_otherwise`, one array `(1 + runs, parts, *x.shape)` per argument x.
 
-        `parts` has one array of cotangents `(parts, ...)` per result.
+        `parts` has one array of cotangents `(parts, *y.shape)` per result y.
         """
 
         def gradients(values, parts):
@@ -247,7 +247,7 @@ class Reference:
     ) -> np.ndarray:
         """For each k, return the jump of element `indices[k]` of the i-th derivative between `values` and `ends[k]`.
 
-        Each halving keeps the half in which the element changes more. A smooth change shrinks, and a jump remains.
+        Each halving keeps the half in which the element changes more, so that a smooth change shrinks.
         """
         self.derivative(order, values, cotangents, directions)  # selects forward or reverse mode
         if (order, i) not in self._jumps:
@@ -293,7 +293,7 @@ class Reference:
         return np.full(indices.shape, step) if self._eps == EPS else np.maximum(step, by_scale)
 
     def _sampled(self, values, cotangents, i, gradient, most):
-        """Return indices of evenly spaced elements, and of elements that custom rules change most."""
+        """Return indices of evenly spaced elements, and of elements with the largest effect of custom rules."""
         evenly = np.unique(np.linspace(0, gradient.size - 1, min(gradient.size, most)).astype(int))
         if self.independent or gradient.size <= most:
             return evenly
@@ -306,7 +306,7 @@ class Reference:
         return np.unique(np.concatenate([evenly, worst[off[worst] > 0]]))
 
     def _gradient_near(self, order, values, cotangents, below):
-        """Return `Derivatives.with_square` for moved arguments. Arguments of `stop_gradient` do not move."""
+        """Return `with_square` as a function of moved arguments. Arguments of `stop_gradient` do not move."""
         arguments = list(cotangents), list(below)
         with float64():
             self._derivatives.with_square(order, list(values), *arguments)  # selects forward or reverse mode

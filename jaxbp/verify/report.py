@@ -1,5 +1,3 @@
-"""The findings of a check."""
-
 import dataclasses
 import io
 from collections.abc import Iterable, Sequence
@@ -25,8 +23,7 @@ class CheckRow:
       order: 0 for a value, 1 for a gradient, 2 and 3 for derivatives of the gradient.
       against: how the expected array was computed.
       verdict: "ok", "failed", "skipped" if it was not tried, or "inconclusive" if the check cannot decide.
-      absolute: the largest difference.
-      relative: `absolute`, divided by the largest expected element.
+      absolute, relative: the largest difference, and its ratio to the largest expected element.
       index: the element with the largest difference relative to the allowed difference.
       analytic, numeric, inputs: at this index, the result, the expected number, and the named arguments.
       reason: a description of the mistake, or the reason for another verdict.
@@ -106,7 +103,7 @@ class CheckResult:
         return text.getvalue()
 
     def raise_if_failed(self) -> "CheckResult":
-        """Raise an AssertionError with one line per failed row, or return this `CheckResult`."""
+        """Raise an AssertionError with one line per failed row."""
         if self.failures:
             raise AssertionError("\n".join(map(str, self.failures)))
         return self

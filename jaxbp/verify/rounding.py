@@ -1,6 +1,4 @@
-"""Measure how far rounding moves a program's results, by moving the result of each operation up or down.
-
-Each result moves by many times its rounding error, and the change is divided by this factor. This makes jumps small.
+"""Move the result of each operation up or down at random, to measure rounding errors.
 
 Source: Parker, "Monte Carlo Arithmetic", 1997.
 """
@@ -29,7 +27,10 @@ ROUNDED = frozenset({
 
 
 def rounding(function: Callable, *args: Any, dtype: Any = np.float64) -> list[np.ndarray]:
-    """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`."""
+    """Return how far each result of `function` moves at most if operations outside of loops are rounded to `dtype`.
+
+    Operations move by many times their rounding error, and the change is divided by this factor, to make jumps small.
+    """
     eps = float(jnp.finfo(dtype).eps)
     many = max(1.0, min(MANY, MOST / eps))
     random = np.random.default_rng(0)
@@ -60,10 +61,10 @@ def _floats_moved(moved: Callable) -> Callable:
 
 
 def rounded_otherwise(function: Callable, *args: Any, dtype: Any, roundings: float, runs: int) -> list[np.ndarray]:
-    """Return one array `(1 + runs, ...)` per result of `function`. Run 0 is exact. The other runs round at random.
+    """Return one array `(1 + runs, *y.shape)` per result y of `function`. Run 0 is exact.
 
-    Results move by at most `roundings` times their rounding error in `dtype`. Equal operations move equally, so that
-    ties remain.
+    In the other runs, operations move at random by at most `roundings` times their rounding error in `dtype`. Equal
+    operations move equally, so that ties remain.
     """
     program = jax.make_jaxpr(function)(*args)
     leaves = [jnp.asarray(a) for a in jax.tree.leaves(args)]

@@ -1,5 +1,3 @@
-"""Compare each implementation with the reference."""
-
 import dataclasses
 import functools
 import itertools
@@ -96,7 +94,7 @@ class Study:
     def _narrowed(self, dtypes):
         try:
             narrow = self.reference.computed_in(dtypes)
-        except Exception:  # `in_dtype` reports that the function does not take the dtype
+        except Exception:  # `in_dtype` reports it
             return None
         eps = lambda dtype: float(jnp.finfo(dtype).eps)  # noqa: E731
         return narrow if narrow is not None and eps(narrow) > max(map(eps, dtypes)) else None
@@ -111,7 +109,6 @@ class Study:
     def expected(
         self, points: Sequence[Point], orders: Sequence[tuple[Point, int]]
     ) -> tuple[list[tuple[Point, Expected]], list[tuple[Point, int, Exception]]]:
-        """Return pairs of a point and its expected results, and triples of a point, an order, and an error."""
         own, *added = points
         found, failed = [], []
         confirm = lambda: self.reference.first_orders(own.values, own.cotangents, self.steps, self.most)  # noqa: E731
@@ -138,7 +135,7 @@ class Study:
             yield row(dtype, "all", 1, "", "skipped", reason=_one_line(error))
             return
         for point, order, error in failed:
-            # If autodiff succeeds, a custom rule raised the error, and the backward is wrong.
+            # If autodiff succeeds, a custom rule raised the error.
             wrong = not self.reference.independent and order == 1 and self._can(self.autodiff, order, point)
             verdict = "failed" if wrong else "inconclusive"
             yield row(dtype, "all", order, "", verdict, reason=_named(error), data=point.name)
@@ -166,7 +163,7 @@ class Study:
                 self.autodiff.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
             if not takes_implementation(self.op):  # the user did not ask for a dtype that fails
                 changed.results(1, own.values, own.cotangents, self.directions)
-        except Exception as error:  # a primitive can raise anything for an unsupported dtype
+        except Exception as error:
             reason = _named(error)
         if reason is not None:
             yield row(reason=reason, data=dtype)
@@ -187,7 +184,7 @@ class Study:
                         verdict = judge.verdict(point, e, i, a, programs)
                         found.append(row(a.dtype.name, name, e.order, e.against, data=point.name, **verdict))
                         yield found[-1]
-            except Exception as error:  # a wrong backward can raise anything
+            except Exception as error:
                 verdict = "failed" if programs is not self.autodiff else "inconclusive"
                 dtype = programs.arguments.floats[0].dtype.name
                 yield row(dtype, "all", e.order, "", verdict, reason=_named(error), data=point.name)
@@ -222,12 +219,12 @@ class Study:
         return [c.astype(dtype) for c, dtype in zip(point.cotangents, programs.result_dtypes(), strict=True)]
 
     def _same(self, programs, judge, name, where, run, same=()) -> Iterator[CheckRow]:
-        """Yield one row per array of `run(programs)` that differs from the result under `jit`, or one row."""
+        """Yield one row per array of `run(programs)` that differs from the result under `jit`, or else one row."""
         row = functools.partial(CheckRow, name_of(self.op), programs.implementation)
         dtype = self.arguments.floats[0].dtype.name
         try:
             found = run(programs)
-        except Exception as error:  # a wrong backward can raise anything
+        except Exception as error:
             autodiff = self.autodiff if self._can(self.autodiff, 1, where[0]) else None
             try:
                 able = autodiff is not None and autodiff is not programs and run(autodiff) is not None
@@ -271,7 +268,7 @@ class Study:
             return False
         try:
             programs.results(order, point.values, point.cotangents, self.directions)
-        except Exception:  # a program can raise anything
+        except Exception:
             return False
         return True
 

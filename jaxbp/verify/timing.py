@@ -1,5 +1,3 @@
-"""Compile and time a program."""
-
 import collections
 import statistics
 import time
@@ -10,7 +8,7 @@ import jax
 
 ROUNDS = 5
 IN_FLIGHT = 8
-"""The largest number of queued calls: enough to keep the device busy, few enough for memory."""
+"""Queued calls: enough to keep the device busy, few enough for memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
 """The seconds per block in `settle`, and the relative difference at which it ends (docs/lab/2026-11-24-dense.md)."""
 
@@ -22,10 +20,8 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The time per call while further calls are queued: the median, and the time in each round.
-
-    For `host_waited`, see `jaxbp.verify.measurement.Program`.
-    """
+    """The median seconds per call while further calls are queued, and the seconds in each round. `host_waited` is as in
+    `measurement.Program`."""
 
     seconds: float
     host_waited: float
@@ -53,8 +49,8 @@ def device_seconds(
 def settle(run: Callable[[int], float], once: float, most: float) -> None:
     """Call a program until two successive blocks of calls take equally long, so that the GPU's clock is steady.
 
-    `run(calls)` makes this number of calls, of about `once` seconds each, and returns the seconds. All blocks together
-    take at most about `most` seconds.
+    `run(calls)` makes this number of calls, of about `once` seconds each, and returns the seconds. All blocks take at
+    most about `most` seconds.
     """
     calls, spent, last = max(1, int(_BLOCK_SECONDS / once)), 0.0, 0.0
     while spent + _BLOCK_SECONDS <= most:

@@ -1,5 +1,3 @@
-"""The allowed difference between a number and its expected number."""
-
 import dataclasses
 from typing import Any
 
@@ -8,10 +6,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The tolerance for one dtype: a number a passes if `|a - e| <= rtol |e| + atol max(1, max |e|)`.
+    """A number a passes if `|a - e| <= rtol * |e| + atol * max(1, max |e|)`, where e is the expected number.
 
-    Here e is the expected number, and `max |e|` is the largest in the array. `step` is the step of finite differences,
-    or None for a step in proportion to the argument's largest element.
+    `max |e|` is the largest in the array. `step` is the step of finite differences, or None for a step in proportion to
+    the argument's largest element.
     """
 
     rtol: float
