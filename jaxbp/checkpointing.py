@@ -159,7 +159,7 @@ class _Schedule:
     """A plan of visits (see `_binomial`) to n segments of steps, from the last to the first.
 
     Attributes:
-      slots: the number of slots, each for one state. An extra slot receives states that are not kept.
+      slots: the number of slots for one state each. An extra slot receives states that are not kept.
       first_slots: for each segment, the slot to which the forward writes the state before it.
       visits: four arrays `(n,)`: each visit's segment, the slot of the state that it fetches, the segment that begins
         with this state, and the visit's first index in `slots_on_the_way`.

@@ -81,8 +81,8 @@ class Op(Generic[P, R]):
 
     Args:
       name: as shown in error messages and compiled programs.
-      implementations: maps names to `function(*arrays, **options)`. Options are static and hashable.
-        `implementation=None` calls the function under the key None if there is one, else the one that `default` names.
+      implementations: maps names to `function(*arrays, **options)`. `implementation=None` calls the function under the
+        key None if there is one, else the one that `default` names. Options are static and hashable.
       unsupported: a function of `(*arrays, **options)` that returns why the kernel does not support them, or None.
       default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not,
@@ -271,11 +271,11 @@ class Pair(Op[P, R]):
       has_aux: whether the forward returns `(y, *aux)`. Only y has a gradient, dy.
       linear: whether the forward is linear in its only array. If so, calls pass its shape as the option `shape`, and
         the backward gets no residuals. Forward mode and `jax.linear_transpose` then work.
-      linear_in: sets of indices of arrays. With the other arrays fixed, y must be jointly linear in the arrays of a set,
-        except for a constant term. `jax.linear_transpose` then works for each set.
+      linear_in: sets of indices of arrays. With the other arrays fixed, y must be jointly linear in the arrays of each
+        set, except for a constant term. `jax.linear_transpose` then works for each set.
       batch_axes: a function from `(dy, *saved)` to their batch axes. It implies `partitioned`.
       name, unsupported, default, partitioned, jit: as in `Op`.
-      default_vjp: as `default`, for `vjp`. A function gets `(dy, *arrays)`. If omitted, `default` holds.
+      default_vjp: replaces `default` for `vjp`. A function gets `(dy, *arrays)`.
 
     Attributes:
       backward: an `Op` of `(dy, *saved)`.

@@ -181,7 +181,7 @@ class LossScale:
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale for the next step. `finite` says whether this step was finite."""
+        """Return the scale for the next step. `finite` is for this step."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)

@@ -55,7 +55,7 @@ MAMBA = ("NWC", 8, 2048, 1536), ("NWC", 8, 2048, 5120), ("NCW", 8, 5120, 2048)
 
 
 def depthwise_case(layout: str, batch: int | str, *sizes: int) -> Case:
-    """Return the case of a causal convolution. `sizes` are in the order of `layout`, without the batch."""
+    """A causal convolution. `sizes` are in the order of `layout`, without the batch."""
     x, channels = (BATCH, *sizes), sizes[layout.index("C") - 1]
     filters, w = ("WIO", (4, 1, channels)) if layout == "NWC" else ("OIW", (channels, 1, 4))
     options = dict(padding="CAUSAL", groups=channels, dimension_numbers=(layout, filters, layout))

@@ -157,9 +157,9 @@ class Entry:
     """A public function of jaxbp, with the cases for its checks and timings.
 
     Attributes:
-      small: the case with small arrays, for finite differences and for the interpreter of kernels.
+      small: the case for finite differences and for the interpreter of kernels.
       real: maps names to cases of realistic size.
-      kernel_dtypes: the dtypes that the function's kernels take; empty if it has none.
+      kernel_dtypes: the dtypes of the function's kernels; empty if it has none.
       like: the name of an entry that differs only in its formula. Only that entry is tested in full.
       kink_convention: whether the gradient equals autodiff's where the function has no derivative.
     """

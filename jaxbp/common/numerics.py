@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 
 
 def upcast(a: Array) -> Array:
-    """Convert half precisions to float32. Other dtypes are unchanged."""
     return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
 
 

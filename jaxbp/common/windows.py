@@ -37,7 +37,7 @@ class Windows:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The size of a window, including the gaps of dilation."""
+        """The size of a window with its gaps."""
         return dilated(self.window, self.dilation)
 
     @property

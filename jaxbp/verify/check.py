@@ -68,21 +68,21 @@ def check(
     - "dtypes": the user's data and large numbers in bfloat16 and float16, or in float32 if the data is in half
       precision.
 
-    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data is like it. For an op with other
-    requirements, such as sorted arguments, use `added=("cotangents",)`.
+    If an argument is positive, is in [0, 1], or has rows that sum to 1, its added data has this property. For an op
+    with other requirements, such as sorted arguments, use `added=("cotangents",)`.
 
     A number beyond the tolerance fails only if neither rounding nor a kink explains the difference (docs/numerics.md).
     An argument of `stop_gradient` counts as a constant.
 
     Args:
       args: arrays or pytrees of arrays. NumPy's float64 arrays stay float64 even if JAX's 64-bit mode is off.
-      order: the highest order to check: 1, 2, or 3.
+      order: the highest order, 1, 2, or 3.
       kinks: values of an argument at which the op may have a kink, where the slopes on the two sides differ.
-      kink_convention: whether the op must have autodiff's slope at a kink. If not, any slope between the slopes on the
-        two sides passes.
+      kink_convention: whether the op must have autodiff's slope at a kink, instead of any slope between the slopes on
+        the two sides.
       cases: other options to check, such as `{"stride": 2}`, or pairs of other arguments and their options, such as
         `((x, w), {})`.
-      tolerances: maps dtypes to tolerances. Arguments of other dtypes are skipped.
+      tolerances: per dtype. Arguments of other dtypes are skipped.
       most_elements: the number of elements per argument at which finite differences confirm autodiff.
       gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's
         derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and

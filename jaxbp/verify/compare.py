@@ -62,7 +62,7 @@ class Comparison:
         Path(path).write_text(self.page([f"jax {jax.__version__}"]), encoding="utf-8")
 
     def page(self, notes: Sequence[str], before: str = "", after: str = "") -> str:
-        """Return an HTML page, with the HTML `before` and `after` around the comparison."""
+        """Return HTML, with the HTML `before` and `after` around the comparison."""
         names = ", ".join(str(one.implementation) for one in self.measured)
         parts = [
             section("Time", printed(self._bars("µs", "microseconds", 1))),
@@ -162,8 +162,8 @@ def compare(
     """Run `function(*args, implementation=..., **options)` under each implementation, and compare results and costs.
 
     The costs are time, memory, and compilation time. The sum of all results is differentiated, with random weights for
-    the elements of non-scalar results. The Hessian is multiplied by a random direction, in forward over reverse mode,
-    or in reverse over reverse mode if a custom rule has no forward mode.
+    the elements of non-scalar results. The sum's Hessian is multiplied by a random direction, in forward over reverse
+    mode, or in reverse over reverse mode if a custom rule has no forward mode.
 
     Args:
       function: a `Pair`, an `Op`, or any function that takes `implementation=` and passes it on.

@@ -68,7 +68,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     and infinite values made from them do not count, but a NaN made from them counts.
 
     Args:
-      function: a function from pytrees of arrays to a pytree of arrays.
+      arguments: pytrees of arrays.
       options: static keyword arguments.
 
     Returns:
@@ -139,7 +139,7 @@ def _run_equation(equation: Any, inputs: Sequence[_Value], place: _Place) -> lis
     is_constant = all(a.is_constant for a in inputs)
     if is_constant or all(map(_finite, results)):
         return [_Value(a, is_constant=is_constant) for a in results]
-    # The iterations of a loop run again one by one.
+    # A loop runs again, one iteration at a time.
     origins = _LOOPS[name](equation, inputs, place) if name in _LOOPS else [None]
     if not any(origins):
         origins = [_origin(equation, inputs, results, place)] * len(results)

@@ -132,8 +132,8 @@ def _with_inner(equation):
 
 
 def scan_sizes(params):
-    """Return a scan's numbers of constants and of carried values, which JAX 0.12 keeps in a tree."""
+    """Return the numbers of constants and of carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12
     return len(consts), len(carry)

@@ -17,8 +17,8 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""An error of up to `ALLOWED` times autodiff's error passes. This error is measured on `SAMPLES` data sets within the
-fraction `NEAR` of the data."""
+"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets passes. They differ from the data by at most
+the fraction `NEAR`."""
 FACTOR_ELEMENTS = 8
 """With fewer elements, a common factor is no mistake."""
 MOST = 32
@@ -327,7 +327,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 
 
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return a mask of elements whose sums along each axis lie between the sums of `found`, the gradients nearby.
+    """Return a mask of elements whose sums along each axis lie between the sums of `found`, gradients at nearby points.
 
     At a tie, an op may divide a gradient, but not change its sum. Limits are widened, because few points seldom break
     many ties in one direction.

@@ -135,7 +135,7 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to include the Hessian product, else 1.
-      programs: maps the text of known programs to implementations. `measure` adds to it.
+      programs: maps the texts of known programs to implementations; extended here.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}
@@ -153,7 +153,7 @@ def measure(
                     raise
                 program, product = _run(in_reverse, data, seconds)
             one, results = dataclasses.replace(one, hessian_product=program), results | {"hessian product": product}
-    except Exception as error:  # a backward can raise anything
+    except Exception as error:
         if not may_fail:
             raise
         missing = isinstance(error, NotImplementedError) and "has no implementation" in str(error)

@@ -20,7 +20,7 @@ from jaxbp.verify.report import NOT_FLOATING, CheckRow
 from jaxbp.verify.tolerance import Tolerance, within
 
 MOST_ELEMENTS, WORK = (64, 10_000), 2**23
-"""By default, `most_elements` is `WORK` divided by all elements, within `MOST_ELEMENTS`."""
+"""By default, `most_elements` is `WORK` / size of all arguments and results, within `MOST_ELEMENTS`."""
 
 
 @dataclasses.dataclass(frozen=True)
