@@ -50,8 +50,8 @@ def advance(
     unroll: int = 1,
     keep: Callable[[Any], Any] = lambda state: state,
 ) -> tuple[Any, Any]:
-    """Compute `state = step(state, t)` for each step t. Return the last state, and the states kept for `reverse_scan`,
-    of which `keep` selects the needed part. `memory` is not "all"."""
+    """Compute `state = step(state, t)` for each step t. Return the last state, and the kept states for `reverse_scan`,
+    each reduced by `keep` to the needed part. `memory` is not "all"."""
     length = _segment_length(steps, memory)
     segments, rest = divmod(steps, length)
     backend = functools.partial(_through, step, unroll=unroll)

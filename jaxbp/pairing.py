@@ -73,9 +73,6 @@ def differentiable(
     return wrapped
 
 
-# ------------------------------------------------------------------------------------------------------------------ Op
-
-
 class Op(Generic[P, R]):
     """A pure function with several implementations. A call selects one with `implementation=`.
 
@@ -87,10 +84,10 @@ class Op(Generic[P, R]):
       default: a `DefaultImplementation`, or a function of `(*arrays, **options)` that returns one.
       partitioned: whether each device of a mesh runs the kernel on a part of the examples. If not,
         `implementation=None` does not choose the kernel on a mesh.
-      sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results get the sharding of this
-        function's results. By default, JAX infers the sharding from the implementation "autodiff".
-      jit: whether to compile the whole op outside of any transformation. Calls then take less time on the host, and the
-        functions receive tracers.
+      sharded_like: a function of the arrays. On a mesh with explicit axes, the op's results are sharded like this
+        function's results. By default, they are sharded as with `implementation="autodiff"`.
+      jit: whether to compile each call outside of transformations, which saves time on the host. The implementations
+        then receive tracers.
     """
 
     def __init__(
@@ -248,9 +245,6 @@ def _require_hashable(op: str, name: str, value: Any) -> None:
 
 def per_implementation(function: Callable, implementations: tuple[Implementation, ...] = ("pallas", "xla")) -> dict:
     return {name: functools.partial(function, implementation=name) for name in implementations}
-
-
-# ---------------------------------------------------------------------------------------------------------------- Pair
 
 
 class Pair(Op[P, R]):

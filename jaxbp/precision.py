@@ -32,9 +32,6 @@ PRESETS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- the policy
-
-
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Floating dtypes of a model. A policy may be a static argument of `jax.jit`.
@@ -110,9 +107,6 @@ def _is_float(a):
     return jnp.issubdtype(jnp.result_type(a), jnp.floating)
 
 
-# -------------------------------------------------------------------------------------------------------- loss scaling
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
@@ -181,7 +175,7 @@ class LossScale:
         return jax.tree.map(lambda g: upcast(g) / self.value if _is_float(g) else g, gradients)
 
     def update(self, finite: Bool[Array, ""]) -> "LossScale":
-        """Return the scale for the next step. `finite` is for this step."""
+        """Return the scale for the next step, given whether this step was finite."""
         due = self.finite_steps + 1 >= self.interval
         larger = self.value * self.growth
         grown = jnp.where(due & jnp.isfinite(larger), larger, self.value)

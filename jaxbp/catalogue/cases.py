@@ -1,5 +1,3 @@
-"""Cases and functions for the entries of the table."""
-
 import dataclasses
 import functools
 import sys

@@ -1,5 +1,3 @@
-"""Classes for the table of ops."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops. They raise a TypeError or a ValueError."""
+"""Checks of the arguments of ops."""
 
 import math
 from collections.abc import Sequence

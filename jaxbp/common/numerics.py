@@ -14,7 +14,8 @@ def upcast(a: Array) -> Array:
 
 
 def select(where: Array | None, a: Array, other: float | Array) -> Array:
-    """Return `a` where `where` is True or None, else `other`. There, the gradient of `a` is 0, even if `a` is NaN."""
+    """Return `a` where `where` is True or None, else `other`. Where it is False, the gradient of `a` is 0, even if `a`
+    is NaN."""
     return a if where is None else jnp.where(where, a, jnp.asarray(other, a.dtype))
 
 

@@ -37,7 +37,7 @@ class Windows:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The size of a window with its gaps."""
+        """The size of a window with the gaps of dilation."""
         return dilated(self.window, self.dilation)
 
     @property
@@ -110,9 +110,6 @@ def require_fit(op, name, extent, input_size, padding, hint: str = "") -> None:
 
 def fits(extent, input_size, padding) -> bool:
     return all(size + sum(p) >= reach for reach, size, p in zip(extent, input_size, padding, strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------- options of pools
 
 
 class PoolOptions(TypedDict, total=False):

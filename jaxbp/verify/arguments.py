@@ -88,7 +88,7 @@ def _parameters(function: Callable, count: int) -> list[str]:
 def without_other_implementations(function: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Callable:
     """Return `function`, with `implementation=None` bound if this argument has another meaning than in jaxbp.
 
-    If so, "autodiff" raises an error other than `NotImplementedError`, and None raises no error.
+    The meaning differs if "autodiff" raises an error other than `NotImplementedError`, and None raises no error.
     """
     if not takes_implementation(function):
         return function

@@ -38,9 +38,10 @@ class Slopes:
 
 
 class Differences:
-    """Computes `Slopes`. The results y have the relative rounding error `eps`.
+    """Computes `Slopes`.
 
-    `moved(values, base)` returns y at `values`. Arguments of `stop_gradient` keep their values at `base`.
+    `moved(values, base)` returns the results at `values`, with the relative rounding error `eps`. Arguments of
+    `stop_gradient` keep their values at `base`.
     """
 
     def __init__(self, moved: Callable, eps: float = EPS):

@@ -17,10 +17,10 @@ from jaxbp.verify.reference import Expected, Reference
 from jaxbp.verify.tolerance import Tolerance, allowed, excess_and_difference
 
 NEAR, SAMPLES, ALLOWED = 0.01, 3, 4
-"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets passes. They differ from the data by at most
-the fraction `NEAR`."""
+"""An error of up to `ALLOWED` times autodiff's error on `SAMPLES` data sets passes. The sets differ from the data by at
+most the fraction `NEAR`."""
 FACTOR_ELEMENTS = 8
-"""With fewer elements, a common factor is no mistake."""
+"""With fewer elements, a common factor proves no mistake."""
 MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
@@ -289,7 +289,7 @@ class Judge:
             of_all = np.stack([flat(run) for run in zip(*found, strict=True)])
             fine &= _sums_are_right(flat(part), of_all, flat(limits)).all()
             whole += part[i]
-        # A backward is linear in dy.
+        # A backward is linear in dy, so its parts add up.
         return fine & (excess_and_difference(whole, a, tolerance)[0] <= 1)
 
     def _around(self, point, order, i, share, places):
@@ -329,8 +329,7 @@ def _is_multiple(a, e, autodiff, held, tolerance):
 def _sums_are_right(a: np.ndarray, found: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Return a mask of elements whose sums along each axis lie between the sums of `found`, gradients at nearby points.
 
-    At a tie, an op may divide a gradient, but not change its sum. Limits are widened, because few points seldom break
-    many ties in one direction.
+    The limits are widened, because few points seldom break many ties in one direction.
     """
     right = np.ones(a.shape, bool)
     for axis in range(a.ndim):

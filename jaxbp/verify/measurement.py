@@ -135,7 +135,7 @@ def measure(
     Args:
       functions, data: the functions that `derivatives_of` returns, and their arguments.
       order: 2 to include the Hessian product, else 1.
-      programs: maps the texts of known programs to implementations; extended here.
+      programs: maps the texts of known programs to implementations, and gets this program.
       may_fail: whether to describe an error instead of raising it.
     """
     (gradients, hessian_product, in_reverse), one, results = functions, Measured(implementation), {}

@@ -1,5 +1,3 @@
-"""Expected gradients in float64, from autodiff and finite differences."""
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +47,7 @@ class Expected:
 
 
 class Reference:
-    """The forward of an op, with its results and derivatives in float64.
+    """The forward of an op, with expected results and derivatives in float64.
 
     Attributes:
       independent: whether JAX differentiates the forward without custom rules, such as the op's backward.
@@ -222,9 +220,10 @@ class Reference:
             return rounding(run, *arguments, list(directions), dtype=dtype)
 
     def rounded_otherwise(self, values: Arrays, parts: Arrays, **settings: Any) -> list[np.ndarray]:
-        """Return the gradients in `rounding.rounded_otherwise`, one array `(1 + runs, parts, *x.shape)` per argument x.
+        """Apply `rounding.rounded_otherwise` to the gradients.
 
-        `parts` has one array of cotangents `(parts, *y.shape)` per result y.
+        `parts` has one array of cotangents `(parts, *y.shape)` per result y. Return one array
+        `(1 + runs, parts, *x.shape)` per argument x.
         """
 
         def gradients(values, parts):

@@ -20,7 +20,7 @@ def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
 
 
 class Timed(NamedTuple):
-    """The median seconds per call while further calls are queued, and the seconds in each round. `host_waited` is as in
+    """Seconds per call while further calls are queued: the median, and one number per round. `host_waited` is as in
     `measurement.Program`."""
 
     seconds: float
