@@ -15,8 +15,7 @@ from pallas_kernels.core.launch import unify_varying_axes
 
 
 def reverse_mode_only(arrays: Any, op: str) -> Any:
-    """Return the arguments, but make forward mode raise an error that names the op. Reverse mode only transposes the
-    primitive that raises it."""
+    """Return the arguments, but make forward mode raise an error that names the op."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure.unflatten(_reverse_mode_only_p.bind(*leaves, op=op))
 

@@ -63,8 +63,8 @@ def on_explicit_axes(arrays: Any) -> bool:
 
 
 def with_automatic_axes(function: Callable, autodiff: Callable, arrays: tuple) -> Any:
-    """Return `function(*arrays)`, sharded as `autodiff(*arrays)`. Within `function`, the mesh axes are automatic. With
-    explicit axes, products in a hand-written backward might have to declare their sharding."""
+    """Return `function(*arrays)`, sharded as `autodiff(*arrays)`. Within `function`, mesh axes are automatic, because
+    products in a hand-written backward do not declare their sharding."""
     specs = jax.tree.map(
         lambda a: a.sharding.spec if a.sharding else PartitionSpec(), jax.eval_shape(autodiff, *arrays)
     )

@@ -54,7 +54,7 @@ class Argument:
 
 
 class FixedArgument:
-    """Wires as an argument, equal for every key and dtype. The Python expression `code` creates them."""
+    """Wires, equal for every key and dtype. The Python expression `code` creates them."""
 
     shape: ClassVar[tuple[()]] = ()
     code: str

@@ -23,8 +23,8 @@ def derivative(function: Function, order: int, reverse: bool = False) -> Callabl
     """Return a function of `(values, cotangents, directions)` that differentiates the gradient of `Σ c (y + y²/2)`
     along `order - 1` directions.
 
-    Here, y are results, and c their cotangents. Because of the square, `dy = c (1 + y)` depends on y, so that the
-    backward is also differentiated with respect to dy.
+    Here, y are results, and c cotangents. The square makes `dy = c (1 + y)` depend on y, so that the backward is also
+    differentiated with respect to dy.
     """
 
     def gradient(values, cotangents):
@@ -73,7 +73,7 @@ class Derivatives:
 
     def with_square(self, order: int, values: Arrays, cotangents: Arrays, directions: Sequence[Arrays]) -> Any:
         """Return the gradient of `Σ c (y + y²/2)` (order 1), or its derivatives, for results y and cotangents c."""
-        if order == 1:  # needs no other program
+        if order == 1:
             y, _ = self.value_and_gradients(values, cotangents)
             return self.value_and_gradients(values, [c * (1 + a) for c, a in zip(cotangents, y, strict=True)])[1]
         for reverse in self._modes:

@@ -61,8 +61,7 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
     """Run a function and its gradients, and return the first operation that makes a value or cotangent not finite.
 
     The sum of the floating results is differentiated. Operations run one after another, also inside `jax.jit`, custom
-    rules, loops, and branches, and may round differently than in a compiled program. A kernel or a `shard_map` is one
-    operation.
+    rules, loops, and branches, so that they may round differently. A kernel or a `shard_map` is one operation.
 
     A value counts only if it makes a result or a gradient not finite. Infinite constants, such as the -inf of a mask,
     and infinite values made from them do not count, but a NaN made from them counts.

@@ -14,7 +14,7 @@ from jaxbp.verify.derivatives import has_no_forward_mode
 from jaxbp.verify.timing import compile_program, device_seconds
 
 CALLS = 10
-"""Calls per timed program on a GPU, between which the device does not wait for the host."""
+"""Calls per timed program on a GPU, which does not wait for the host between them."""
 KINDS = ("value", "gradient", "hessian product")
 
 

@@ -38,7 +38,7 @@ class Point:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Return a generator other than a user's generator with the same seed."""
+    """Differs from a user's generator with the same seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(0x6A6178, 0x6270))))
 
 

@@ -50,7 +50,7 @@ def _hold(equation, inputs):
             return results
     given = list(inputs)
     if name == "custom_linear_solve":
-        # JAX applies `stop_gradient` to the factorization. With this fixed, the solution would not follow the matrix.
+        # JAX applies `stop_gradient` to the factorization. If it were fixed, the solution would ignore the matrix.
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         for i in range(start, start + lengths.solve + lengths.transpose_solve):

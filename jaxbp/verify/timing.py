@@ -10,7 +10,7 @@ ROUNDS = 5
 IN_FLIGHT = 8
 """Queued calls: enough to keep the device busy, few enough for memory."""
 _BLOCK_SECONDS, _AGREEMENT = 0.3, 0.01
-"""The seconds per block in `settle`, and the relative difference at which it ends (docs/lab/2026-11-24-dense.md)."""
+"""Seconds per block in `settle`, and the relative difference at which it ends (docs/lab/2026-11-24-dense.md)."""
 
 
 def compile_program(function: Callable, arguments: tuple) -> tuple[Any, float]:
