@@ -38,9 +38,6 @@ def check_steps(op: str, name: str, steps: Any) -> int:
     return int(steps)
 
 
-# --------------------------------------------------------------------------------------------------- the two directions
-
-
 def advance(
     step: Callable,
     state: Any,

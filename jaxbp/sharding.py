@@ -1,8 +1,4 @@
-"""Ops on arrays that lie on a mesh of devices (docs/many_devices.md).
-
-If a kernel declares batch axes, each device gets a part of the examples, else all of them. Results without a batch
-axis are summed over the devices.
-"""
+"""Ops on arrays that lie on a mesh of devices (docs/many_devices.md)."""
 
 import dataclasses
 import functools
@@ -25,7 +21,7 @@ from pallas_kernels.core.launch import has_explicit_axes, on_no_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Batch axes of the arguments of a kernel.
+    """Batch axes of the arguments of a kernel. Results without a batch axis are summed over the devices.
 
     Attributes:
       of: maps the position of an argument to its batch axis, or to one axis per leaf of a pytree.

@@ -1,5 +1,3 @@
-"""Checks and conversions of the gradients that a backward returns."""
-
 import dataclasses
 import inspect
 from collections.abc import Callable

@@ -7,7 +7,7 @@ PERCENT = 0.1
 
 
 def cause(a: np.ndarray, e: np.ndarray, wrong: np.ndarray) -> str:
-    """Return how the elements of `a` in the mask `wrong` differ from the expected `e`, or "" if no description fits."""
+    """Return how the elements of `a` in the mask `wrong` differ from the expected `e`, or "" if unknown."""
     finite = np.isfinite(a) & np.isfinite(e)
     if not finite[wrong].all():
         return "not finite" if not np.isfinite(a[wrong]).all() else ""

@@ -83,7 +83,7 @@ def check(
       cases: other options to check, such as `{"stride": 2}`, or pairs of other arguments and their options, such as
         `((x, w), {})`.
       tolerances: per dtype. Arguments of other dtypes are skipped.
-      most_elements: the number of elements per argument at which finite differences confirm autodiff.
+      most_elements: the number of elements per argument that finite differences confirm.
       gradient_of: a function whose derivative the backward must compute, if this is deliberately not the forward's
         derivative, as in `check(round_straight_through, x, gradient_of=lambda x: x)`. The order is then 1, and
         `implementation="autodiff"` is not checked.

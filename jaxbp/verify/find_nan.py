@@ -68,10 +68,10 @@ def find_nan(function: Callable, *arguments: Any, **options: Any) -> NonFinite |
 
     Args:
       arguments: pytrees of arrays.
-      options: static keyword arguments.
+      options: static.
 
     Returns:
-      The operation, or None. An argument that is not finite counts as an operation.
+      The operation, which may be an argument that is not finite, or None.
 
     Raises:
       TypeError: the function has a hand-written derivative that JAX cannot transpose.

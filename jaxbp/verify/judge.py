@@ -25,10 +25,10 @@ MOST = 32
 PARTS, RUNS, NUMBERS = 64, 16, 2**20
 """Limits of `_decided_by_rounding`. `NUMBERS` limits the elements of all gradients."""
 ROUNDINGS = 16
-"""The largest distance of a kink "near" the data, in roundings of the largest element."""
+"""The largest distance of a kink "near" the data, in roundings of its largest element."""
 NEIGHBOURS = 16
 KINK_RTOL = 1e-12
-"""The largest distance of a kink "at" the data, as a fraction of the largest element."""
+"""The largest distance of a kink "at" the data, relative to its largest element."""
 KINK_WIDTH, KINKS_LOOKED_AT, WORK = 1e-9, 1024, 2**26
 """A jump is at most `KINK_WIDTH` times the largest element wide. `WORK` limits tested elements × halvings × size."""
 

@@ -11,7 +11,7 @@ from jaxbp.verify.derivatives import Arrays, scale_of
 EXTRA_DATA = ("cotangents", "kinks", "ties", "zeros", "large", "dtypes")
 USER_DATA = "own data"
 SUBNORMAL, LEAST_NORMAL = 1e-39, 1.5e-38
-"""A subnormal number in float32, and a number slightly above the smallest normal number."""
+"""In float32."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Study:
             results = [y.dtype for y in jax.eval_shape(changed.function, *changed.arguments.floats)]
             if self._can(self.autodiff, 1, own):
                 self.autodiff.in_dtype(dtype).results(1, own.values, own.cotangents, self.directions)
-            if not takes_implementation(self.op):  # the user did not ask for a dtype that fails
+            if not takes_implementation(self.op):  # the user did not ask for this dtype
                 changed.results(1, own.values, own.cotangents, self.directions)
         except Exception as error:
             reason = _named(error)
