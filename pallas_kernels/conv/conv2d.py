@@ -42,8 +42,8 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    The axes of the arrays are as in the formula, and `stride` has one stride for i and one for j. The number of
-    examples n is a multiple of `LANES`. y has x's dtype, with float32 sums.
+    `stride` has one stride for i and one for j. The number of examples n is a multiple of `LANES`. Sums are in float32,
+    and y has x's dtype.
     """
     C, H, W, N = x.shape
     K, _, F, G = w.shape
@@ -80,7 +80,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """All (input channel, row, column) triples of a filter, in blocks of equal size, which a kernel unrolls."""
+    """All (input channel, row, column) triples of a filter, in equal blocks, which a kernel unrolls."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -131,7 +131,7 @@ def _filters(dy, x, stride):
 
 
 def _units(dy):
-    """Return the number of units. A unit is one row of dy for `LANES` examples."""
+    """Number of units, each one row of dy for `LANES` examples."""
     return (dy.shape[-1] // LANES) * dy.shape[1]
 
 
@@ -139,9 +139,8 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    The axes of the arrays are as in the formula, and `stride` has one stride for i and one for j. The number of
-    examples n is a multiple of `LANES`. dw is float32, summed in a fixed order. For H rows of x and I rows of dy,
-    it has `H - (I - 1) * stride` rows per filter, and columns likewise.
+    `stride` and n are as in `correlate`. dw is float32, summed in a fixed order. For H rows of x and I rows of dy, it
+    has `H - (I - 1) * stride` rows per filter, and columns likewise.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]

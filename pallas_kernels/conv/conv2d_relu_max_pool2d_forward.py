@@ -64,10 +64,9 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     Args:
       x: `(C, H, W, N)`, N a multiple of `LANES`.
       w, b: `(K, C, F, G)` and `(K,)`.
-      window: R and S.
 
     Returns:
-      y `(K, P, Q, N)` in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R * S where y is 0.
+      y in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R * S where y is 0. Both are `(K, P, Q, N)`.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S
@@ -77,7 +76,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     windows = largest_divisor(Q, config.windows, lambda d: rows * K * (Q // d) >= wanted)
     steps = Q // windows
     channels = largest_divisor(K, config.channels, lambda d: rows * (K // d) * steps >= wanted)
-    # Use the fewest CTAs per row of windows that give the grid `wanted` CTAs.
+    # The fewest CTAs per row of windows that give the grid `wanted` CTAs.
     row_programs = (d for d in divisors(steps) if rows * (K // channels) * d >= wanted)
     turns = steps // next(row_programs, steps)
     y, place = launch(

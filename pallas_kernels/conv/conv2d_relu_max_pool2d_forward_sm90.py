@@ -45,7 +45,7 @@ _ITEM_BYTES = 2
 _FEATURES = 64
 """Rows of a `wgmma` product: one per output channel and window."""
 _MAX_PLACES = 4
-"""With more positions per window, a thread's sums do not fit in its registers."""
+"""With more positions per window, a thread's sums exceed its registers."""
 _WARPGROUPS = 2
 """Three warpgroups per CTA were no faster: docs/lab/2026-11-23-forward.md."""
 _MAX_STAGES = 4
@@ -53,7 +53,7 @@ _MAX_STAGES = 4
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""Smallest batch for which the kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch at which this kernel matches the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stage_rows(self) -> int:
-        """The patch's rows, and the rows after them that the last product also reads."""
+        """Operand rows per stage: the patch's pixels, and rows after them that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -170,8 +170,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
-    N may be any multiple of 64. w is rounded to x's dtype. Zeros of the banded matrices multiply the whole patch, so a
-    NaN or an infinity in x makes all results of its example in the tile NaN.
+    N may be any multiple of 64. w is rounded to x's dtype. A NaN or an infinity in x makes all results of its example
+    in the tile NaN, because the banded matrices multiply the whole patch.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -240,8 +240,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices in
-    device memory, and `place` the indices of the maxima."""
+    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices,
+    and `place` the indices of the maxima, in device memory."""
 
     sizes: _Sizes
     x: Any
@@ -274,8 +274,8 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Copy the weights to shared memory, and zeros to the rows after each patch, because NaN in uninitialized
-        memory would spread."""
+        """Copy the weights to shared memory, and zeros to the rows after each patch, where uninitialized memory may
+        hold NaN."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

@@ -53,7 +53,7 @@ _ITEM_BYTES = 4
 _GROUP = 32
 """Examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Pixels per row of an operand's tile: 32 bytes. A warp writes four rows without a bank conflict."""
+"""Pixels per row of an operand's tile: 32 bytes, so a warp writes four rows without bank conflicts."""
 _BOX_ROWS = 8
 """Rows of results per copy: the period of the swizzle."""
 _MAX_OUTPUTS = 256
@@ -127,15 +127,15 @@ class _Sizes(WindowTiles):
 
     def clocks(self) -> int:
         """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads read and
-        write it, and the product reads patch and weights."""
+        write it, and the product reads it and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
 
 
 def _cheapest(x: Any, w: Any, window: tuple[int, int]) -> Config | None:
-    """Return the config with the most warpgroups, then the fewest clock cycles, or None. More warpgroups were faster
-    even with more estimated cycles: docs/lab/2026-11-23-forward.md."""
+    """Return the config with the most warpgroups, then the fewest clock cycles. More warpgroups were faster even with
+    more estimated cycles: docs/lab/2026-11-23-forward.md."""
     sizes = functools.partial(_Sizes.from_shapes, x, w, window)
     shapes = sizes(Config(1, 1, 1, 1))
     candidates = (
@@ -209,7 +209,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[step, (r, s, k, p, q), (c, i, j)] = w[k, c, i - p * R - r, j - q * S - s]`, or 0 outside of the
-    filter. (r, s) is a window position, and the module's docstring defines the other letters."""
+    filter. (r, s) is position t of the module's docstring, which defines the other letters."""
     config = sizes.config
     axes = sizes.R, sizes.S, config.rows, config.columns, *sizes.patch
     r, s, p, q, i, j = np.ix_(*map(range, axes))
@@ -224,8 +224,8 @@ def _copies(sizes: _Sizes) -> int:
 
 
 def _transposing() -> Any:
-    """Return the register layout for transposing a patch of 32 examples. A warp accesses 8 pixels of 4 examples at a
-    time: different banks of the swizzled buffer, and 128 adjacent bytes of the operand."""
+    """Register layout for transposing a patch of 32 examples. A warp accesses 8 pixels of 4 examples at a time:
+    different banks of the swizzled buffer, and 128 adjacent bytes of the operand."""
     tiling = plgpu.Tiling(((16, 8), (4, 8), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -236,8 +236,8 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. `matrices` are the weights in device memory, `operands` the transposed patches, and `place` the
-    indices of the maxima."""
+    """One warpgroup. `matrices` are the weights, and `place` the indices of the maxima, in device memory. `operands`
+    are the transposed patches."""
 
     sizes: _Sizes
     x: Any

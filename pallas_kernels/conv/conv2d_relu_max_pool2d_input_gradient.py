@@ -64,7 +64,7 @@ def _input_gradient_heuristic(
     enough = lambda d: programs * (C // d) * cut.groups >= 4 * multiprocessors  # noqa: E731
     channels = largest_divisor(C, most, enough)
 
-    # With fewer cells, an iteration multiplies less, and must load gradients further ahead.
+    # With fewer cells, an iteration multiplies less, and must load further ahead.
     registers = lambda ahead: channels * cut.cells * R * S + cut.windows * (R * S + 4 * ahead)  # noqa: E731
     fits = lambda n: n * channels * products(cut) <= _MAX_UNROLLED and registers(n) <= _MAX_CELL_REGISTERS  # noqa: E731
     ahead = largest_divisor(K, min(4, -(-columns // cut.cells)), fits)
@@ -80,8 +80,8 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The division of a row of cells into one group of at most `cells` cells per CTA. A row has Q windows, a filter G
-    columns, and a window S columns."""
+    """The division of a row of `columns` cells into groups of at most `cells` cells, one per CTA. A row has Q windows,
+    a filter G columns, and a window S columns."""
 
     columns: int
     cells: int
@@ -95,7 +95,7 @@ class _Cut:
 
     @functools.cached_property
     def parts(self) -> dict[_Part, list[int]]:
-        """Map each distinct `_Part` to the indices of its groups, which are adjacent."""
+        """Map each distinct `_Part` to the consecutive indices of the groups that it describes."""
         parts = {}
         for group in range(self.groups):
             first = group * self.cells
@@ -155,7 +155,7 @@ def input_gradient(
 
 
 def outwards(n, count):
-    """Return the n-th of the integers below `count`, from the middle outwards: 2, 3, 1, 4, 0 for a count of 5."""
+    """Return the n-th integer below `count`, from the middle outwards: 2, 3, 1, 4, 0 for a count of 5."""
     middle, distance = (count - 1) // 2, quotient(n + 1, 2)
     return middle + jnp.where(remainder(n, 2) == 1, distance, -distance)
 

@@ -5,9 +5,8 @@ group. `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-m is a row and j a column of cells and groups. a counts the rows from the group down to the cell. b is 0 for the group
-in the cell's column, and 1 for the group to the left. `routed` has dy at the positions of the maxima, and zeros
-elsewhere. `weights` has the filters.
+(m, j) is the cell in row m and column j, and (m - a, j - b) a group a rows above, in the same column (b = 0) or to the
+left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
 memory. A cell's sums stay in registers until its last row of windows.
@@ -41,7 +40,8 @@ _MAX_WARPGROUPS = 4
 _MAX_SUMS = 96
 """Sums per thread, for the cells in one column to which one row of windows contributes. More sums spill registers."""
 _MIN_BATCH = 2048
-"""Below this batch, cuBLAS is as fast as this kernel."""
+"""From this batch on, `pays` selects this kernel over the exact one. If a product by cuBLAS pays, too, the op takes
+this kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX known to lower `jnp.concatenate` in a kernel."""
 
@@ -173,8 +173,8 @@ def input_gradient(
 
 def _matrices(w: Array, sizes: _Sizes) -> Array:
     """Return `weights[a, b][(r, c, v), (tr, ts, q, k)] = w[k, c, a * R + r - tr, b * width + v - q * S - ts]`, or 0
-    outside of the filter. (r, v) is a pixel of a cell of `width` columns, and (tr, ts) a position in window q of a
-    group. The module's docstring defines a and b."""
+    outside of the filter. k and c are channels, (r, v) a pixel of a cell of `width` columns, and (tr, ts) a position in
+    window q of a group. The module's docstring defines a and b."""
     R, S, width = sizes.R, sizes.S, sizes.cell_width
     a, b, r, v, tr, ts, q = np.ix_(*map(range, (sizes.reach, 2, R, width, R, S, sizes.windows)))
     w = lax.reduce_precision(w, 8, 10) if w.dtype == jnp.float32 else w
@@ -190,9 +190,8 @@ def _body(sizes, *refs, block, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes one column of cells for 64 examples. It writes `routed` of group `group` to
-    `operands`, except the last warpgroup, which writes none. `staging` has one row of a cell per warpgroup, and `place`
-    the indices of the maxima."""
+    """One warpgroup, which computes one column of cells for 64 examples. All but the last also write `routed` of group
+    `group` to `operands`. `staging` has one row of a cell per warpgroup, and `place` the indices of the maxima."""
 
     sizes: _Sizes
     dy: Any

@@ -2,8 +2,8 @@
 
 A CTA computes the sums for a few output channels and one input channel, over one split: a part of the windows and of
 the batch. It has one example per lane, and keeps the sums in registers. For each window, a lane multiplies dy by the
-part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes through shared
-memory, and XLA adds the splits.
+part of x that the filter reads at the position of the maximum. At the end, the CTA sums over the lanes, and XLA adds
+the splits.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from pallas_kernels.core.tiles import check_divides, kernel
 _MAX_ACCUMULATORS = 160
 """Sums in a thread's 255 registers, which also hold operands and addresses."""
 _OTHER_REGISTERS = 30
-"""Registers per thread besides sums and patch. The estimated occupancy for LeNet then agrees with ptxas."""
+"""Registers per thread besides sums and patch. LeNet's estimated occupancy then agrees with ptxas."""
 _MAX_PATCH = 72
 """Maximum pixels under a thread's windows. More were not measured: docs/lab/2026-11-24-lenet.md."""
 _REDUCTION_BYTES = 2048
@@ -50,7 +50,7 @@ class WeightsGradientConfig:
     programs_per_multiprocessor: int
 
     def units(self, dy: Any) -> int:
-        """Return the number of units. A unit is `windows` adjacent windows for `LANES` examples."""
+        """Number of units, each `windows` adjacent windows for `LANES` examples."""
         _, P, Q, N = dy.shape
         return (N // LANES) * P * (Q // self.windows)
 
@@ -71,7 +71,7 @@ def _filter_size(dy, x, window):
 
 
 def _sums(channels: int, taps: int) -> int:
-    """Return the number of a CTA's sums: one per weight and bias, padded to a multiple of `SUMMED_ROWS`."""
+    """Number of a CTA's sums: one per weight and bias, padded to a multiple of `SUMMED_ROWS`."""
     return -(-channels * (taps + 1) // SUMMED_ROWS) * SUMMED_ROWS
 
 
@@ -105,12 +105,11 @@ def _weights_gradient_heuristic(dy: Any, place: Any, x: Any, *, window: tuple[in
 def weights_gradient(
     dy: Array, place: Array, x: Array, *, window: tuple[int, int], config: WeightsGradientConfig
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `conv2d_relu_max_pool2d` with respect to w and b, float32 `(K, C, F, G)` and `(K,)`, in
-    a fixed order of summation.
+    """Compute the float32 gradients of `conv2d_relu_max_pool2d` with respect to w and b, in a fixed order of summation.
 
     Args:
       dy, place: `(K, P, Q, N)`, the gradient with respect to y, and the indices of the maxima.
-      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1.
+      x: `(C, H, W, N)`, with H = P * R + F - 1 and W = Q * S + G - 1, for filters of F x G elements.
       window: R and S.
     """
     return _weights_gradient(dy, place, x, window, config, through_shared_memory=True)
@@ -134,7 +133,7 @@ def _weights_gradient(dy, place, x, window, config, *, through_shared_memory):
     sums = launch(
         program.body if through_shared_memory else program.interpreted_body,
         dy,
-        # The forward stores the indices in this order, so XLA transposes nothing.
+        # The forward stores the indices in this order.
         place.swapaxes(0, 1),
         x,
         out=jax.ShapeDtypeStruct((splits, K // channels, C, rows), jnp.float32),
@@ -166,7 +165,7 @@ class _WeightsGradientProgram:
             sums[split, k, c, n] = jnp.sum(total)
 
     def totals(self, dy, place, x, split, k, c):
-        """Return a split's sums, one vector per weight and per bias with one element per lane, and zeros as padding."""
+        """Return a split's sums, one vector over the lanes per weight and per bias, and zeros as padding."""
         (_, P, Q, _), (F, G), units = dy.shape, self.filter_size, self.config.units(dy)
         count, steps = self.config.channels * (F * G + 1), Q // self.config.windows
 

@@ -1,7 +1,8 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which defines the routed gradient and a row of windows.
 
 Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. At the end, the CTA
-adds several sums to the gradient of each weight and bias, through the L2 cache.
+writes the products to device memory. For each weight, it gathers and adds the products of all window positions and
+windows in a row, mostly from the L2 cache.
 """
 
 import dataclasses
@@ -41,10 +42,10 @@ class _Program:
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
-      out: the sums of all CTAs, in device memory.
+      out: the products of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first unit, and number of units, which are rows of windows for one step's examples.
+      first, steps: the split's first unit, and number of units: see `Sizes.units`.
     """
 
     sizes: Sizes
@@ -135,7 +136,7 @@ class _Program:
         raise NotImplementedError
 
     def scatter_gradients(self, step, stage):
-        """Write a step's routed gradient to shared memory, and return the buffer's index."""
+        """Write a step's routed gradient to shared memory, and return the index of its buffer."""
         raise NotImplementedError
 
     @property

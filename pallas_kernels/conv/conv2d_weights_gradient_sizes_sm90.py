@@ -16,7 +16,7 @@ _MAX_COLUMNS = 160
 _MAX_STAGES = 4
 """Not tuned."""
 _RESERVED_BYTES = 27 * 1024
-"""Shared memory for barriers and sums across warps, and a reserve. The stages were tuned with this value."""
+"""Shared memory for barriers, sums across warps, and a reserve, with which the stages were tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Sizes:
 
     @property
     def taps(self) -> int:
-        """Number of weights per output channel, for a CTA's input channels."""
+        """Weights per output channel, for a CTA's input channels."""
         return self.config.channels * self.filter_size[0] * self.filter_size[1]
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column,
-        output channel), then db."""
+        """Vectors of `LANES` elements for a CTA's gradients: dw (input channel, filter row, filter column, output
+        channel), then db."""
         return -(-(self.taps + 1) * self.K // LANES)
 
     @property
@@ -108,7 +108,7 @@ class Sizes:
 
     @property
     def shares(self) -> tuple[int, int]:
-        """Numbers of parts of the input channels and of the window positions, one of each per CTA."""
+        """Numbers of parts of the input channels and of the window positions."""
         return self.C // self.config.channels, self.R * self.S // self.config.places
 
     @property
@@ -118,7 +118,7 @@ class Sizes:
 
     @property
     def units(self) -> int:
-        """Number of units. A unit is one row of windows for one step's examples."""
+        """Number of units, each one row of windows for one step's examples."""
         return self.P * (self.N // self.examples)
 
     def per_split(self, multiprocessors: int) -> int:
@@ -181,8 +181,7 @@ def convolution_sizes(dy: Any, x: Any, rows: int, config: Config) -> Sizes:
 
 
 def cheapest_config(sizes: Any) -> Config | None:
-    """Return the config with the fewest clock cycles, or None if none fits. `sizes` takes a config, and returns its
-    `Sizes`."""
+    """Return the config with the fewest clock cycles. `sizes` takes a config, and returns its `Sizes`."""
     shapes = sizes(Config(1, 1, True, 0))
     if any(
         rows % 8 for rows in (shapes.K * shapes.Q, shapes.band * shapes.W, shapes.R * shapes.W, shapes.H * shapes.W)

@@ -6,11 +6,11 @@ For `conv2d_relu_max_pool2d`, each row p of windows is one product over the batc
 
 c and k are input and output channels, and n is an example. i counts the rows of x under the row of windows. t = (r, s)
 is one of the R x S positions in window q. `routed` is dy at the positions of the maxima, and zero elsewhere. dw[k, c,
-u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`. The other sums are not used.
+u, v] is the total of the sums with `i = r + u` and `j = q * S + s + v`.
 
-A CTA computes part of the input channels and window positions, for part of the rows of windows and of the batch (a
-split). For `conv2d`, a row of windows is R rows of the output, S is 1, and `routed` is dy. Rows of ones after the rows
-of x yield db.
+A CTA computes part of the input channels and window positions, for one split: part of the rows of windows and of the
+batch. Rows of ones after the rows of x yield db. For `conv2d`, a row of windows is R rows of dy, S is 1, and `routed`
+is dy.
 """
 
 import functools
@@ -36,7 +36,7 @@ from pallas_kernels.core.simulator import simulating
 from pallas_kernels.core.tiles import kernel
 
 _MIN_BATCH = 2048
-"""In smaller batches, computing the gradients from the sums takes longer than the tensor cores save."""
+"""In smaller batches, adding up the sums takes longer than the tensor cores save: docs/lab/2026-11-23-lenet.md."""
 
 
 def _pooled_config(dy: Any, x: Any, window: tuple[int, int]) -> Config | None:
@@ -76,8 +76,7 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows R of dy per product, or None. R divides dy's rows. R times x's columns and R times dy's
-    columns are multiples of eight."""
+    """Return the fewest rows of dy per product whose elements, in dy and in x, are multiples of eight."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 
@@ -94,12 +93,7 @@ def _convolution_unsupported(dy: Any, x: Any) -> str | None:
 @kernel(unsupported=_convolution_unsupported, heuristic=_convolution_heuristic, capability=(9, 0))
 def correlate_batch(dy: Array, x: Array, *, config: Config) -> tuple[Array, Array]:
     """Return dw of `conv2d.correlate_batch` for stride 1, and float32 db `(K,)`, the sum of dy per output channel.
-    float32 dy is rounded to TF32, and float32 x is truncated to TF32.
-
-    Args:
-      dy: `(K, I, J, N)`, N a multiple of `LANES`.
-      x: `(C, H, W, N)`.
-    """
+    Arguments are as there, and rounding is as in `weights_gradient`."""
     sizes = convolution_sizes(dy, x, _rows_a_product(dy, x), config)
     return _launch(
         ConvolutionProgram,

@@ -25,8 +25,8 @@ from pallas_kernels.core.tiles import kernel
 MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
-"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two are aligned, and would load
-single elements."""
+"""Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
+would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -64,9 +64,7 @@ def convolve(x: Array, w: Array, b: Array | None, *, before: int, after: int, co
 
     Args:
       x: `(batch, width, channels)`, channels a multiple of `LANES`.
-      w: `(F, channels)`, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
-      b: `(channels,)`, in x's dtype, or None.
-      before, after: zeros before and after the sequence.
+      w, b: `(F, channels)` and `(channels,)` or None, in x's dtype, with `F <= MAX_FILTER_WIDTH`.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     outputs = width + before + after - taps + 1
@@ -113,11 +111,8 @@ def gradients(
         dx̄[n, s, c] = Σ_u w[u, c] dy[n, s - u, c],
         dw[u, c] = Σ_{n, s} x̄[n, s, c] dy[n, s - u, c],    db[c] = Σ_{n, s} dy[n, s, c]
 
-    x̄ is the padded x, and dx is the part of dx̄ without the padding. dy, the gradient with respect to y, is 0 at
-    positions outside of y. The order of summation is fixed. The other arguments are as in `convolve`.
-
-    Returns:
-      dx in x's dtype, float32 dw, and float32 db, or None without b.
+    x̄ is the padded x, and dx is dx̄ without the padding. dy is 0 outside of y. The order of summation is fixed. Other
+    arguments are as in `convolve`. Return dx in x's dtype, float32 dw, and float32 db, or None without b.
     """
     (batch, width, channels), taps = x.shape, w.shape[0]
     positions = width + before + after
@@ -151,7 +146,7 @@ class _Backward:
     def body(
         self, dy_ref: Any, x_ref: Any, w_ref: Any, dx_ref: Any, dw_ref: Any, db_ref: Any, *, example, part, block
     ) -> None:
-        """Compute the gradients for one part of the positions. The reference to an unused gradient is None."""
+        """The reference to an unused gradient is None."""
         config, taps = self.config, self.taps
         lanes = pl.ds(block * config.length, config.length)
         dy, x = _Rows(dy_ref, example, lanes), _Rows(x_ref, example, lanes, self.before)
@@ -213,7 +208,7 @@ def _dot(filters: list[Array], rows: list[Array]) -> Array:
 
 
 def _over_rows(step: Any, first: Any, rows: int, end: int, carry: Any) -> Any:
-    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of `rows` rows from `first` on, and below `end`.
-    Return the last carry."""
+    """Call `carry = step(row, carry)` for every `_ROWS_AT_ONCE`-th of `rows` rows from `first` on, below `end`. Return
+    the last carry."""
     steps = quotient(jnp.minimum(rows, end - first) + _ROWS_AT_ONCE - 1, _ROWS_AT_ONCE)
     return lax.fori_loop(0, steps, lambda i, carry: step(first + i * _ROWS_AT_ONCE, carry), carry)

@@ -2,9 +2,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_TAPS = 64
-"""Maximum positions of a filter, because the exact float32 kernels unroll them."""
+"""Maximum positions of a filter, because the exact kernels unroll them."""
 MAX_PLACES = 16
-"""Maximum positions of a window in the exact float32 kernels."""
+"""Maximum positions of a window in the exact kernels."""
 
 
 def unsupported(filter_rows: int, filter_columns: int, window: tuple[int, int]) -> str | None:
@@ -25,8 +25,7 @@ def first_maximum(values):
 
 
 def taps(w, row, column):
-    """Return `w[:, :, row, column]` for integer arrays that broadcast against each other, or zero outside of the
-    filter."""
+    """Return `w[:, :, row, column]` for integer arrays that broadcast, or zero outside of the filter."""
     F, G = w.shape[2:]
     inside = (row >= 0) & (row < F) & (column >= 0) & (column < G)
     row, column, inside = np.broadcast_arrays(np.where(inside, row, 0), np.where(inside, column, 0), inside)

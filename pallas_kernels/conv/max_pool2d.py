@@ -45,7 +45,6 @@ def scatter_gradients(
     Args:
       dy: `(C, P, Q, N)`, N a multiple of `LANES`.
       indices: integers of dy's shape: `u * window[1] + v` for a maximum at position (u, v) of the window.
-      input_size: rows and columns of dx.
       padding: rows above the input, and columns to its left.
     """
     C, N = dy.shape[0], dy.shape[-1]
@@ -65,8 +64,7 @@ def scatter_gradients(
 def _route_row(dy_ref, index_ref, dx_ref, *, c, row, block, window, stride, columns, lane_block):
     _, P, Q, _ = dy_ref.shape
     lanes = pl.ds(block * lane_block, lane_block)
-    # Per axis and window that can overlap the cell: cells from the window's first cell to this cell, and the cell's
-    # offset.
+    # Per axis, for each window that can overlap the cell: its distance in cells, and the cell's offset in it.
     reach_p, reach_q = ([(back, back * s) for back in range(-(-f // s))] for f, s in zip(window, stride, strict=True))
 
     def cell(column, _):

@@ -42,7 +42,7 @@ class WindowTiles:
 
     @property
     def units(self) -> int:
-        """Number of units. A unit is one tile for 64 examples."""
+        """Number of units, each one tile for 64 examples."""
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:

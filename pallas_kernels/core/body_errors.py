@@ -10,7 +10,7 @@ import jax
 
 _LOWERING = "pallas.mosaic_gpu.lowering"
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
-"""Folders whose lines an explained error does not name."""
+"""Folders whose lines an explained error skips."""
 _JIT = ("jit", "pjit")
 
 _ADVICE = {
@@ -84,8 +84,8 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the innermost equation's line in the body, or "" if it is unknown. Within a
-    jitted function such as `jnp.dot`, equations have the line of its first call, so return the line of this call."""
+    """Return "file:line: `code`: " for the line of the body that raised the error, or "" if it is unknown."""
+    # Within a jitted function such as `jnp.dot`, equations have the line of its first call, so use this call's line.
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback
     for frame in source.frames if source is not None else []:

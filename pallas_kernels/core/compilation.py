@@ -1,7 +1,7 @@
 """Compile kernels while the surrounding program is still being lowered.
 
-XLA compiles kernels one after the other, after it has lowered the whole program. To save time, a thread compiles each
-kernel as soon as it is lowered. XLA later finds the kernel in Mosaic GPU's cache, or raises its errors again.
+XLA compiles kernels one after the other, after it has lowered the whole program. Here, a thread compiles each kernel as
+soon as it is lowered. XLA later finds the kernel in Mosaic GPU's cache, or raises its errors again.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _MIN_CORES = 4
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Whether to compile kernels ahead. A persistent compilation cache may already have the compiled program."""
+    """Whether to compile kernels ahead. A persistent compilation cache may already have the program."""
     return (
         jax.default_backend() == "gpu"
         and tuple(module_context.platforms) == ("cuda",)
@@ -31,8 +31,7 @@ def compiles_ahead(module_context: Any) -> bool:
 
 
 def compiled_ahead(function: Callable[..., Any], avals: Sequence[Any]) -> Callable[..., Any]:
-    """Lower `function`, which takes arrays like `avals`, for CUDA, start its compilation in a thread, and return the
-    lowered function."""
+    """Lower `function` for CUDA and arrays like `avals`, compile it in a thread, and return the lowered function."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
     # A kernel runs on one device, but JAX would take the mesh from the context.

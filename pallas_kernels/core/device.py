@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, as its driver describes it. `shared_bytes` is per CTA, and `registers` per multiprocessor."""
+    """A GPU. `shared_bytes` is per CTA, and `registers` per multiprocessor."""
 
     kind: str
     capability: tuple[int, int]
@@ -41,18 +41,17 @@ _target_context = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def targeting(device: Device) -> Iterator[None]:
-    """Return a context in which kernels are traced, and default implementations are selected, for `device`."""
+    """Return a context in which kernels are traced, and default implementations selected, for `device`."""
     with _target_context(device):
         yield
 
 
 def target() -> Device:
-    """Return the GPU that kernels are traced for: `gpu()`, or Hopper without a GPU."""
     return gpu() or HOPPER
 
 
 def gpu() -> Device | None:
-    """Return the GPU that `targeting` selects, else the default device if it is an NVIDIA GPU, else None."""
+    """Return the GPU of the context `targeting`, else the default device if it is an NVIDIA GPU, else None."""
     if _target_context.value is not None:
         return _target_context.value
     device = _default_device()
@@ -86,7 +85,7 @@ def _describe(device: jax.Device) -> Device | None:
 
 
 def _attribute(device: jax.Device, attribute: int, default: int) -> int:
-    """Return an attribute from the driver, because JAX exposes only some, or `default` if the driver fails."""
+    """Ask the driver, because JAX exposes only some attributes."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -27,8 +27,7 @@ def block_layout(lanes: int, width: int) -> Any:
 
 
 def vector_layout(lanes: int) -> Any:
-    """Return the register layout of a vector, whose element i is in the thread with row i of a block `(lanes,
-    width)`."""
+    """Return the layout of a vector whose element i is in the thread that holds row i of a block."""
     return plgpu.Layout.WG_STRIDED((lanes,), vec_size=1)
 
 
@@ -97,8 +96,8 @@ def gather_elements(ref: Any, *places: Array) -> Array:
 
 
 def scatter_elements(ref: Any, values: Array, *places: Array) -> None:
-    """Set `ref[places] = values`, for one integer block per axis of `ref`. Of two values with equal indices, either may
-    remain."""
+    """Set `ref[places] = values`, for one integer block per axis of `ref`. Where indices repeat, any of their values
+    may remain."""
     if simulating() is not None:
         ref[...] = ref[...].at[places].set(values)
         return
@@ -181,8 +180,8 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 
 def computed_here(block: Array) -> Array:
-    """Return the float32 block, and make the compiler compute it before the code that follows. Otherwise, LLVM adds a
-    loop's terms to the carry only at the end of the body, and the terms take as many registers as the carry."""
+    """Return the float32 block, computed before the code that follows. Otherwise, LLVM may add a loop's terms to the
+    carry only at the end of the body, and keep all terms in registers until then."""
     if simulating() is not None:
         return block
 
@@ -200,9 +199,8 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that accesses to
-    elements and to vectors never overlap. It would then reuse the vector that was last stored, and miss additions to
-    its elements."""
+    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that an access to an
+    element never overlaps a vector. After additions to elements, it would reuse the vector that it stored before."""
     if simulating() is not None:
         return
 
@@ -230,13 +228,13 @@ def meet(barrier: Any) -> None:
 
 
 def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[Array]:
-    """From the `array`-th reference of each list, load a block of shape `shape` that begins at element `start`.
+    """From the reference at index `array` of each list, load a block of shape `shape` that begins at element `start`.
+    Elements beyond the reference's end are copies of its last element.
 
     Args:
       lists: lists of references `(n,)` to device memory, of one dtype per list. References at the same index have the
-        same length. Each address is a multiple of the bytes in a block's row.
-      array, start: equal in all threads. `start` is a multiple of the block's size. Elements beyond the reference's end
-        are copies of its last element.
+        same length. They are aligned to the bytes in a block's row.
+      array, start: equal in all threads. `start` is a multiple of the block's size.
     """
     lanes, width = shape
     if simulating() is not None:

@@ -1,8 +1,7 @@
-"""Launch a kernel. Only this file depends on JAX versions, the interpreter, and Mosaic's lowering semantics.
+"""Launch a kernel. On CUDA, its body becomes a Mosaic GPU kernel. Elsewhere, Pallas' interpreter runs it.
 
-On CUDA, a kernel's body becomes a Mosaic GPU kernel. Elsewhere, Pallas' interpreter runs it. `launch` binds a JAX
-primitive, and JAX traces the body only when it lowers this primitive: see docs/architecture.md. docs/kernel_bodies.md
-has examples.
+`launch` binds a JAX primitive, and JAX traces the body only when it lowers this primitive: see docs/architecture.md.
+docs/kernel_bodies.md has examples.
 """
 
 import contextlib
@@ -62,26 +61,25 @@ def launch(
       body: must write every element of every output.
       out: a `jax.ShapeDtypeStruct`, an array with the shape and dtype, or a tuple of them.
       grid: axis name -> number of CTAs. The last axis runs fastest.
-      warpgroups: warpgroups per CTA. The body gets the index of its warpgroup as `warpgroup`.
-      cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster of CTAs, which can access each
-        other's shared memory.
+      warpgroups: number per CTA. The body gets its warpgroup's index as `warpgroup`.
+      cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster.
       scratch: shared memory and barriers, only for GPUs and the simulator: see `on_gpu`.
       barriers: whether Mosaic synchronizes a warpgroup before and after each store. Pass False if the body has a
         barrier, such as `plgpu.commit_smem`, before each read of data that another thread wrote.
-      sums_across_warps: whether the body sums along an axis that several warps share, which reserves 2 KiB of shared
+      sums_across_warps: whether the body sums along an axis that several warps share. Such sums reserve 2 KiB of shared
         memory.
-      in_place: index of an input among all leaves of `arrays` -> index of an output that may use its memory. Only the
+      in_place: index of an input among the leaves of `arrays` -> index of an output that may use its memory. Only the
         CTA that reads an element may write it, after the read. XLA copies an input that is used later.
-      skippable: indices of entries of the tuple `out`. The body gets None for an entry that a compiled program does not
-        use. Not together with `in_place`.
-      approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). The error of `exp2` is then
-        about the rounding error of float32, and the error of `tanh` is 2^-11.
+      skippable: indices of entries of the tuple `out`. The body gets None for an entry that the program does not use.
+        Not together with `in_place`.
+      approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). `exp2` then has about
+        float32's rounding error, and `tanh` an error of 2^-11.
 
     Raises:
       NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
         the body's line and a correction.
     """
-    # Unrolled bodies lower much faster with `Lane`, which is not the default in every version of JAX.
+    # Unrolled bodies lower much faster with `Lane`, not the default in every JAX version.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
     options["approx_math"] = approximate
     if not sums_across_warps:
@@ -93,7 +91,7 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return two functions that run the body on the arrays: one for CUDA, and one for the interpreter."""
+        """Return two functions that run the body on the arrays: for CUDA, and for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -101,7 +99,7 @@ def launch(
         return mosaic, functools.partial(_interpret, body, **call)
 
     inputs, arrays = arrays, jax.tree.leaves(arrays)
-    # A weak type would change dtypes in a body, and kernels that are compiled ahead reject it.
+    # A weak type would change dtypes in a body, and `compiled_ahead` rejects it.
     arrays = unify_varying_axes(
         [lax.convert_element_type(a, a.dtype) if jax.typeof(a).weak_type else a for a in arrays]
     )
@@ -116,7 +114,7 @@ def launch(
 
 
 CHANGES_IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether JAX passes mutable references to kernels, without which `in_place` has no effect."""
+"""Whether JAX passes mutable references to kernels. Otherwise, `in_place` has no effect."""
 
 
 def _mosaic(
@@ -160,14 +158,14 @@ def _mosaic(
     )(*arrays)
     if not shared:
         return results
-    # Without the barriers, XLA would fuse a launch with a slice before it, or a slice update after it. The fusion's
-    # result has separate memory, but the kernel writes to its argument.
+    # Without barriers, XLA would fuse the launch with a slice before it or a slice update after it. The fusion's result
+    # has new memory, but the kernel writes to its argument.
     return outputs({i: lax.optimization_barrier(arrays[i][...]) for i in in_place}, results)
 
 
 _MAX_OUTER_CTAS = 2**16 - 1
-"""Maximum size of a CUDA grid along y and z (CUDA C++ Programming Guide). The last axis of `grid` becomes x, which
-takes 2**31 - 1 CTAs."""
+"""Maximum CTAs along y or z of a CUDA grid. The last axis of `grid` is x, with at most 2**31 - 1 CTAs (CUDA C++
+Programming Guide)."""
 
 
 def _along_axes(grid, indices):
@@ -214,8 +212,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a replicated result on the arrays' mesh, or None if no mesh has only automatic axes. The
-    caller of `launch` then determines the sharding."""
+    """Return the sharding of a result that is replicated on the arrays' mesh, or None if no array's mesh has only
+    automatic axes."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -223,7 +221,8 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of `out` in `launch`: the shapes and dtypes of its leaves, and whether the kernel writes (keeps) it."""
+    """An entry of the argument `out` of `launch`: the types of its leaves, and whether the kernel writes (keeps)
+    them."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -326,8 +325,7 @@ batching.primitive_batchers[_launch_p] = _batch
 
 
 def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
-    """Return `kernel(*arrays)` on a GPU or in the simulator, else `fallback(*arrays)`, which must have the same values
-    up to rounding."""
+    """Return `kernel(*arrays)` on a GPU or in the simulator, else `fallback(*arrays)`, equal up to rounding."""
     if simulating() is not None:
         return kernel(*arrays)
     arrays = unify_varying_axes(arrays)
@@ -335,8 +333,8 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all vary along every mesh axis along which any of them varies. The
-    cast's transpose sums over devices, so autodiff sums the gradient of a replicated array over the devices."""
+    """Within shard_map, cast the arrays so that all vary along every mesh axis along which one of them varies. The
+    cast's transpose sums a replicated array's gradient over the devices."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
 

@@ -62,23 +62,22 @@ def value_a_column() -> Any:
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) -> Any:
-    """Return a `plgpu.SMEM` for an operand of the tensor cores, swizzled in tiles of eight rows of `row_bytes`
-    bytes."""
+    """Return a `plgpu.SMEM` for a tensor-core operand, swizzled in tiles of eight rows of `row_bytes` bytes."""
     transforms = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row_bytes)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies. Threads store a `wgmma` accumulator to it without bank conflicts.
-    The last axis has at most `OPERAND_BYTES` bytes."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies, to which threads store a `wgmma` accumulator without bank
+    conflicts. The last axis has at most `OPERAND_BYTES` bytes."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
 
 def operand_and_box(shape: tuple[int, ...], box: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
     """Return shared memory with two views: an `operand` of shape `shape` for products, and a `swizzled` box of shape
-    `box`, to which bulk copies may begin anywhere. Copies to the operand must begin at multiples of its tiles in device
-    memory. The simulator has only the operand."""
+    `box`. Bulk copies to the box may begin anywhere in device memory, but copies to the operand only at multiples of
+    its tiles. The simulator has only the operand."""
     tiled_ref = operand(shape, dtype, row_bytes)
     return tiled_ref if simulating() is not None else plgpu.RefUnion(tiled_ref, swizzled(box, dtype))
 
@@ -92,8 +91,8 @@ def as_box(ref: Any) -> Any:
 
 
 def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None:
-    """Add `left @ right` to `sums` with `plgpu.wgmma`, with `left` in registers. The simulator needs `scratch`, shared
-    memory of `left`'s shape."""
+    """Add `left @ right` to `sums`, with `left` in registers. The simulator needs `scratch`, shared memory of `left`'s
+    shape."""
     if simulating() is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scratch[...] = left
@@ -106,7 +105,7 @@ def multiply_registers(sums: Any, left: Array, right: Any, scratch: Any) -> None
 
 def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array]:
     """Return `sums` plus matrix products. `add` takes one accumulator per array, and adds products to it with
-    `plgpu.wgmma`."""
+    `wgmma`."""
     if simulating() is None:
         return list(pl.run_state(lambda accumulators: add(*accumulators))(tuple(map(plgpu.ACC.init, sums))))
 
@@ -119,7 +118,7 @@ def with_products(sums: Sequence[Array], add: Callable[..., None]) -> list[Array
 
 
 def rounded_to_tf32(x: Array) -> Array:
-    """Round float32 to TF32, which the tensor cores would truncate. Return other dtypes unchanged."""
+    """Round float32 to TF32, because the tensor cores would truncate it. Return other dtypes unchanged."""
     if x.dtype != jnp.float32:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -128,14 +127,14 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in `vector`'s register layout, for a loop's carry, which must keep its layout."""
+    """Return float32 zeros in `vector`'s register layout, because a loop's carry must keep its layout."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
-    """Return the largest supported vector length that divides the arrays' last axis. A thread loads up to 8 bytes at
-    once: 4 elements in half precision, 2 in float32. Vectors of different dtypes combine only if a thread loads equally
-    many elements of each, so the limit is then 2."""
+    """Return the largest vector length that divides the arrays' last axis: at most 4 * LANES, or 2 * LANES for several
+    dtypes. A thread loads at most 8 bytes at once, and two vectors combine only if it loads equally many elements of
+    both."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)
@@ -153,12 +152,12 @@ def remainder(number: Any, divisor: Any) -> Any:
 
 
 def _like(number, divisor):
-    """Keep `number`'s dtype. In 64-bit mode, JAX would convert an integer to 64 bits."""
+    """Without this cast, JAX would convert an integer to 64 bits in 64-bit mode."""
     return number.dtype.type(divisor) if isinstance(divisor, int) else divisor
 
 
 def largest_divisor(n: int, limit: int, accepts: Callable[[int], bool] = lambda d: True) -> int:
-    """Return the largest divisor of `n` up to `limit` for which `accepts` returns True, or 1."""
+    """Return the largest divisor of `n` up to `limit` that `accepts`, or 1."""
     return next((d for d in range(min(n, limit), 1, -1) if n % d == 0 and accepts(d)), 1)
 
 

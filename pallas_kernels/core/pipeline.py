@@ -1,12 +1,12 @@
-"""The pipeline of all kernels: stages of shared memory, which bulk copies fill before the data is needed.
+"""The pipeline of all kernels: a ring of stages of shared memory, which bulk copies fill before the data is needed.
 
 A step is one iteration of a kernel's loop, with the data that it reads. The copies for step `step` fill stage `step %
-stages`, and then signal the stage's barrier, at which readers wait. A ring of stages has two uses:
+stages`, and then signal the stage's barrier, at which readers wait. A ring has two uses:
 
 - The same warpgroups fetch and compute. After a `prefetch`, they `wait` for each step, compute, and `fetch` a later
   step into the stage. The caller ensures that all threads have read the stage.
-- A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when the consumers have
-  `release`d it.
+- A producer warpgroup fetches, and consumer warpgroups compute. `produce` refills a stage when all consumers have
+  called `release`.
 
 docs/lab/2026-11-22-pipelines.md compares this with `plgpu.emit_pipeline`.
 """
@@ -32,9 +32,9 @@ class Ring:
       loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
         warpgroup must wait for every phase of a barrier.
       steps: number of steps, or None if the caller fetches only steps that exist.
-      free: barriers, one per stage, at which consumers arrive when they have read it; None without a producer.
-      fixed_stage: the only stage of this ring, if several warpgroups share the stages.
-      turn: index of the consumer that uses the ring in a ping-pong schedule.
+      free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
+      fixed_stage: this ring's only stage, if several warpgroups share the stages.
+      turn: index of the ring's consumer in a ping-pong schedule.
     """
 
     stages: int
@@ -49,7 +49,7 @@ class Ring:
         return remainder(step, self.stages) if self.fixed_stage is None else self.fixed_stage
 
     def fetch(self, step: Any, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a step's copies if the step exists, after `prepare()`, which returns when the stage is free."""
+        """Start a step's copies if the step exists. `prepare()` runs before, and returns when the stage is free."""
 
         def start():
             prepare()
@@ -74,7 +74,7 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
     def produce(self, step: Any, *source: Any) -> None:
-        """Start a step's copies from `source` as soon as all consumers have released the stage."""
+        """Start a step's copies from `source` when all consumers have released the stage."""
         stage = self.stage(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         self.copy(step, stage, self._loaded(step), *source)

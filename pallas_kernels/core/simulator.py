@@ -1,4 +1,4 @@
-"""The Mosaic GPU simulator, which runs kernels on a CPU. Only this file imports private modules of JAX's simulator."""
+"""The Mosaic GPU simulator, which runs kernels on a CPU, and uses private modules of JAX."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _simulation = jax.make_user_context(None)
 
 
 def simulating() -> Any:
-    """Return the simulator's parameters within the context `simulated`, else None."""
+    """Return the simulator's parameters within `simulated`, else None."""
     return _simulation.value
 
 
@@ -20,8 +20,8 @@ def simulating() -> Any:
 def simulated() -> Iterator[None]:
     """Return a context in which kernels run in the Mosaic GPU simulator, slowly, on the CPU.
 
-    New floats are NaN, and new integers the largest value. An out-of-bounds read raises an error. A data race raises an
-    error where it occurs, or a `RuntimeError` when the context ends.
+    Uninitialized floats are NaN, and uninitialized integers the largest value. Out-of-bounds reads raise errors. A data
+    race raises an error where it occurs, or a `RuntimeError` when the context ends.
     """
     from jax._src.pallas.mosaic_gpu.core import layout_cast_p
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator

@@ -19,7 +19,7 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function that launches a kernel, with the kernel's requirements and heuristic.
+    """A function that launches a kernel.
 
     Attributes:
       name: file and function, such as `conv2d.correlate`.
@@ -73,8 +73,7 @@ def kernel(
     unsupported: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
-    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`. `heuristic` and
-    `unsupported` become its methods."""
+    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`."""
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 

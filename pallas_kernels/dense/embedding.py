@@ -21,7 +21,7 @@ _LONG_RUN = 64
 _LOADS_IN_FLIGHT = 16
 """Not tuned."""
 _BLOCKS_AT_ONCE = 8
-"""Maximum blocks of features that a CTA computes at once. Not tuned."""
+"""Maximum blocks of features per iteration of a CTA. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,8 @@ def table_gradient(dy: Array, order: Array, starts: Array, *, config: Config) ->
 
 
 def _long_rows(tokens: int, starts: Array) -> Array:
-    """Return the indices of the rows with long runs, padded with the number of rows. A position in each long run is a
-    multiple of `_LONG_RUN`, so only the rows at these positions are tested."""
+    """Return the indices of the rows with long runs, padded with the number of rows. Each long run contains a multiple
+    of `_LONG_RUN`, so only the rows at these positions are tested."""
     rows = starts.shape[0] - 1
     positions = jnp.arange(0, max(tokens, 1), _LONG_RUN, dtype=jnp.int32)
     at_positions = jnp.searchsorted(starts, positions, side="right", method="scan_unrolled").astype(jnp.int32) - 1

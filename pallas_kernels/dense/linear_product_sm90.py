@@ -37,9 +37,8 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The division of a product into tiles of `rows` x `columns`, and of its summed axis into `splits` parts. CTAs
-    compute one block of the result, `raster` tiles wide, after another; 0 means a single block. A cluster has 1 or 2
-    CTAs."""
+    """Tiles of `rows` x `columns`, and `splits` parts of the summed axis. CTAs compute the result block by block, each
+    `raster` tiles wide; 0 means a single block. A cluster has 1 or 2 CTAs."""
 
     rows: int
     columns: int
@@ -65,8 +64,8 @@ class _Tile(NamedTuple):
 
 
 def _raster(index: Any, rows: int, width: int) -> tuple[Any, Any]:
-    """Return the row and column, in tiles, of a tile. Tiles are numbered block by block, and row by row within a block
-    of `width` columns."""
+    """Return the row and column of the tile with number `index`. Tiles are numbered row by row within blocks, `width`
+    tiles wide."""
     row = remainder(quotient(index, width), rows)
     return row, quotient(index, width * rows) * width + remainder(index, width)
 
@@ -122,7 +121,7 @@ class Product:
 
     @property
     def multicast(self) -> dict[str, Any]:
-        """Keyword arguments with which a CTA multicasts its copies of the right operand to its cluster."""
+        """Keyword arguments that multicast copies of the right operand to the cluster."""
         return dict(collective_axes="cta") if self.config.cluster > 1 else {}
 
     @property
@@ -163,7 +162,7 @@ class Product:
           ring: `ring.copy(count, stage, barrier, tile, step)` copies the operands' blocks for one step. `count` numbers
             all steps of the CTA.
           spans: takes a tile, and returns `(first, end, multiply)` for consecutive ranges of steps. `multiply(stage,
-            *accumulators)` starts a step's products, and waits for the previous step's.
+            *accumulators)` starts a step's products, and waits for the previous step's products.
           epilogue: `epilogue(tile, *sums)` stores a tile's sums.
         """
 
@@ -182,9 +181,9 @@ class Product:
     def visit_tiles(
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
-        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from tile number `first` on.
-        Return the last `count`, the number of steps of all earlier tiles. `turn` is the index of the tile's consumer in
-        the ping-pong schedule."""
+        """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from number `first` on. Return the
+        last `count`, the number of steps before the tile. `turn` is the index of the tile's consumer in the ping-pong
+        schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

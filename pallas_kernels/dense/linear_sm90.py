@@ -39,7 +39,7 @@ _MAX_STAGES = 6
 _RESERVED_BYTES = 2048 + 512
 """Shared memory for Mosaic's sums across warps (2 KiB) and barriers."""
 _STEP_MICROSECONDS = 0.75
-"""Estimate for a step of a 128 x 256 tile on an H200, near the rates in docs/lab/2026-11-21-dense.md."""
+"""Estimate for a step of a 128 x 256 tile on an H200: docs/lab/2026-11-21-dense.md."""
 _BYTES_A_MICROSECOND = 3e6
 """Rate of writing and reading the splits' sums. Not tuned."""
 
@@ -143,7 +143,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
+      config: one split, and tiles of 64 or 128 columns, else ValueError is raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -213,9 +213,9 @@ class _WeightsGradient(Product):
         plgpu.copy_gmem_to_smem(refs.x.at[summed_slice, columns], refs.x_stages.at[stage], barrier, **self.multicast)
 
     def spans(self, refs, warpgroup, tile):
-        """Divide the tile's steps over the batch into three consecutive ranges, each (first, end, multiply). Only the
-        second is also multiplied by ones, for db. In a row of tiles, which read the same dy, the second ranges cover
-        each step once."""
+        """Divide the tile's steps into three consecutive ranges, each (first, end, multiply). In the second range, dy
+        is also multiplied by ones, for db. All tiles in a row read the same dy, and their second ranges cover each step
+        once."""
         multiply = functools.partial(self.multiply, refs, warpgroup)
         length = tile.end - tile.first
         start, stop = (
@@ -270,7 +270,7 @@ def _weights_heuristic(dy, x, *, dtype=None):
 
 @kernel(unsupported=_weights_unsupported, heuristic=_weights_heuristic, capability=(9, 0))
 def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, config: Config) -> tuple[Array, Array]:
-    """Return dw `(outputs, inputs)` in the given dtype, by default x's dtype, and float32 db `(outputs,)`.
+    """Return dw `(outputs, inputs)`, by default in x's dtype, and float32 db `(outputs,)`.
 
     Args:
       dy: `(rows, outputs)` in half precision, outputs a multiple of 128.

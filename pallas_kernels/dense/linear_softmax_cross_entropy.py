@@ -65,8 +65,8 @@ def statistics(
       softcap: None for no cap.
 
     Returns:
-      (largest, total, sum, label_z), float32 `(rows,)`: the largest z, `Σ exp(z - largest)`, `Σ z` or None, and the z
-      of the label, or of class 0 for the label -1. Sums are over the classes.
+      (largest, total, sum, label_z), float32 `(rows,)`: the largest z, `Σ exp(z - largest)` over the classes, `Σ z`
+        over the classes or None, and the z of the label, or of class 0 for the label -1.
     """
     rows, parts = logits.shape[0], config.parts
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -135,14 +135,9 @@ def gradient(
 ) -> Array:
     """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`, with 0 in padding columns.
 
-    p is the softmax of z, and cap and z are as in `statistics`. y is `1 - label_smoothing` for the label, plus
-    `label_smoothing / classes` for every class.
-
-    Args:
-      logits, labels, b, softcap: as in `statistics`. dlogits use the memory of the logits, which XLA copies first if
-        they are still needed.
-      dy: `(rows,)`, float32.
-      largest, total: results of `statistics`.
+    p is the softmax of z. y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
+    z, cap, and the arguments are as in `statistics`, and dy is float32 `(rows,)`. dlogits overwrite the logits, which
+    XLA copies first if they are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)
@@ -186,8 +181,7 @@ def gradient(
 
 
 def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
-    """Return `cap(logits + b)` in float32 or wider, with `cap(a) = softcap tanh(a / softcap)`. b or softcap may be
-    None."""
+    """Return `cap(logits + b)` of `statistics`, in float32 or wider."""
     z = logits.astype(jnp.float32) if logits.dtype.itemsize < 4 else logits
     z = z if b is None else z + b.astype(z.dtype)
     return z if softcap is None else softcap * jnp.tanh(z * (1 / softcap))
@@ -217,8 +211,8 @@ class _Part:
 
     def loads(self, logits, b, lanes, row, part):
         """Return (load_group, number of groups, a vector of zeros). `load_group(group)` returns (exists, z, is_class)
-        for `unrolled` vectors. `exists` is False beyond the part's last vector. `is_class` is the mask of columns that
-        are classes, or None if all are."""
+        for `unrolled` vectors. `exists` is False beyond the part's last vector. `is_class` masks the columns that are
+        classes, or is None if all are."""
         unrolled, count = self.config.unrolled, self.count(part)
         zero = zeros_like(logits[row, pl.ds(0, self.config.length)].astype(jnp.float32))
 

@@ -28,8 +28,8 @@ PIECE_COLUMNS = 128
 _MAX_STAGES = 8
 """More slices in the ring bring no speedup: docs/lab/2026-11-21-dense.md."""
 _RESERVED_BYTES = 11 * 1024
-"""Bytes that stay free, under 3 KiB of them for Mosaic's sums across warps and barriers. The rest preserves the numbers
-of stages in docs/lab/2026-11-21-dense.md."""
+"""Free bytes, under 3 KiB of them for Mosaic's sums across warps and barriers. The rest preserves the numbers of stages
+in docs/lab/2026-11-21-dense.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,14 @@ class Config:
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer's outputs and the 1 after them, and of the
-    logits."""
+    """Return the padded widths of the rows of x, of each hidden layer's outputs with the 1, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A multi-layer perceptron, with `sizes`, the number of inputs and then each layer's outputs. A product of its
+    """A multi-layer perceptron. `sizes` has the number of inputs, then of each layer's outputs. A product of its
     kernels is a pair of padded widths (inputs, outputs)."""
 
     sizes: tuple[int, ...]

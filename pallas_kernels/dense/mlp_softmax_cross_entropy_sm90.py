@@ -33,7 +33,7 @@ from pallas_kernels.dense.mlp_stream_sm90 import Stream, pack, slice_weights
 _MAX_COLUMNS = 256
 """Columns of the widest wgmma (PTX ISA)."""
 _MAX_SINGLE_KERNEL_EXAMPLES = 1024
-"""Largest batch for which one kernel computes the forward and the gradients. One kernel was slower at 8192:
+"""Largest batch for which one kernel computes the forward and the gradients. It was slower at 8192:
 docs/lab/2026-11-21-dense.md."""
 
 
@@ -199,10 +199,10 @@ def _backward_heuristic(dy, labels, logits, hidden, weights):
 def backward(
     dy: Array, labels: Array, logits: Array, hidden: tuple[Array, ...], weights: tuple[Array, ...], *, config: Config
 ) -> tuple[Array, ...]:
-    """Compute the gradients of `Σ dy loss` with respect to the logits, each hidden layer's sums before ReLU, and x.
+    """Compute the gradients of `Σ dy loss`, for dy `(N,)` and arguments and results of `forward`.
 
-    The arguments are dy `(N,)` and arguments and results of `forward`. Return the gradients with respect to the logits
-    and to each hidden layer's sums, last layer first, then dx, with zeros after a layer's outputs.
+    Return the gradients with respect to the logits and to each hidden layer's sums before ReLU, last layer first, then
+    dx, with zeros after a layer's outputs.
     """
     network, N = Network.from_weights(weights), dy.size
     packed = jnp.concatenate(slice_weights([w.T for w in reversed(weights)], network.backward_products))

@@ -78,7 +78,7 @@ class Stream:
         """Return `operand` times the transposed weights of the product with this index. Call this once per product, in
         order."""
         steps, (_, outputs) = self.steps[product], self.products[product]
-        # While a slice is multiplied, the previous slice's stage is filled. No slice precedes the first.
+        # While a slice is multiplied, the previous slice's stage is filled, if there is one.
         ahead = self.stages.shape[0] - 1
         fetched = range(max(steps.start, 1) + ahead, min(steps.stop + ahead, self.end))
         ring = self.ring(fetched)

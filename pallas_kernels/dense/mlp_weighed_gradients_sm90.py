@@ -1,8 +1,8 @@
 """The gradients of a multi-layer perceptron in a small batch, from dy and the gradients of each example's loss.
 
-A CTA computes one tile of a layer's dw for 128 examples: it weighs the gradients with respect to the layer's sums by
-dy, and multiplies them by the layer's inputs with `wgmma`. XLA adds the tiles in a fixed order. A 1 after the inputs of
-each example yields db as a column of dw. Further CTAs multiply dx by dy.
+A CTA computes one tile of a layer's dw for 128 examples: it multiplies the gradients with respect to the layer's sums
+by dy, and by the layer's inputs with `wgmma`. XLA adds the tiles in a fixed order. A 1 after each example's inputs
+yields db as a column of dw. Further CTAs multiply dx by dy.
 """
 
 import dataclasses
@@ -40,14 +40,13 @@ class _WeighedGradientsRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _WeighedGradients:
-    """The kernel's body, and the order of its tiles: tiles of dw, then tiles of dx."""
+    """The kernel's body. Tiles of dw precede tiles of dx."""
 
     network: Network
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles for db, whose
-        inputs are ones."""
+        """Rows and columns of tiles in each layer's dw. The first layer has one more column of tiles, for db."""
         widths = itertools.pairwise(self.network.widths)
         return [(-(-n // EXAMPLES), m // SLICE + (layer == 0)) for layer, (m, n) in enumerate(widths)]
 
@@ -140,8 +139,8 @@ def weighed_gradients(
 ) -> tuple[Array, ...]:
     """Compute `dx = dy g`, `dw[o, i] = Σ dy[n] g[n, o] h[n, i]`, and `db[o] = Σ dy[n] g[n, o]`, summed over examples n.
 
-    g is the gradient of each example's loss with respect to x, or with respect to a layer's sums before ReLU. h[n, i]
-    is the layer's input i. Return dx, then dw and db of each layer in turn.
+    g is the gradient of each example's loss with respect to x, or to a layer's sums before ReLU. h[n, i] is the layer's
+    input i. Return dx, then dw and db of each layer in turn.
 
     Args:
       dy: `(N,)`, N a multiple of 128.

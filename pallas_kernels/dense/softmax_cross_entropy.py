@@ -1,5 +1,5 @@
-"""Softmax and cross-entropy, one example per lane. If an integer label is not the index of a class, the loss is NaN.
-The gradient is NaN as well, unless dy is 0."""
+"""Softmax and cross-entropy, one example per lane. For an integer label that is not the index of a class, the loss is
+NaN, and so is the gradient unless dy is 0."""
 
 import dataclasses
 import functools
@@ -34,8 +34,8 @@ def _heuristic(logits, labels):
 def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tuple[Array, Array, Array]:
     """Compute `loss[n] = Σ_k y[k, n] * (log(total[n]) - (logits[k, n] - largest[n]))`.
 
-    y[k, n] is the weight that the label of example n gives to class k, and `total[n] = Σ_k exp(logits[k, n] -
-    largest[n])`, for the largest logit `largest[n]`.
+    y[k, n] is the weight that the label of example n gives to class k. largest[n] is the largest logit, and `total[n] =
+    Σ_k exp(logits[k, n] - largest[n])`.
 
     Args:
       logits: `(classes, N)`, N a multiple of `LANES`.
@@ -43,7 +43,7 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 
     Returns:
       loss in the dtype of the logits, and float32 largest and total for the backward. Half-precision probabilities
-      would round the gradient of an almost perfectly classified example to zero.
+        would round the gradient of an almost perfectly classified example to zero.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -77,8 +77,8 @@ def loss_and_statistics(logits: Array, labels: Array, *, config: Config) -> tupl
 def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, total: Array, *, config: Config) -> Array:
     """Compute `dlogits[k, n] = dy[n] * (p[k, n] * Σ_j y[j, n] - y[k, n])`, in the dtype of the logits.
 
-    y[k, n] is the weight that the label of example n gives to class k, and p the softmax: `p[k, n] = exp(logits[k, n] -
-    largest[n]) / total[n]`. Other arguments are arguments and results of `loss_and_statistics`.
+    p is the softmax: `p[k, n] = exp(logits[k, n] - largest[n]) / total[n]`. y and the other arguments are as in
+    `loss_and_statistics`.
     """
     (classes, N), length = logits.shape, config.length
     fold_classes = functools.partial(lax.fori_loop, 0, classes, unroll=config.unroll)
@@ -114,8 +114,8 @@ def logits_gradient(dy: Array, logits: Array, labels: Array, largest: Array, tot
 
 
 def _weigher(labels_ref, lanes, classes):
-    """Return (weigh, valid). `weigh(k, value)` returns the value times the label's weight for class k. `valid` is the
-    mask of valid labels."""
+    """Return (weigh, valid). `weigh(k, value)` returns the value times the label's weight for class k. `valid` masks
+    the valid labels."""
     if jnp.issubdtype(labels_ref.dtype, jnp.integer):
         label = labels_ref[lanes]
         # At a logit of -inf, the value is infinite, and multiplying it by 0 would give NaN.
