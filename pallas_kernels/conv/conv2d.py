@@ -2,7 +2,7 @@
 
 Each lane has one example, and sums stay in registers. A CTA of `correlate` computes one row of the output for a few
 output channels. A CTA of `correlate_batch` computes a tile of dw for some rows of dy and some examples, and XLA adds
-the tiles of several CTAs.
+the CTAs' tiles.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int,
 
 
 class _TapBlocks:
-    """All (input channel, row, column) triples of a filter, in equal blocks, which a kernel unrolls."""
+    """(input channel, row, column) of all filter elements, in equal blocks, which a kernel unrolls."""
 
     def __init__(self, C: int, F: int, G: int):
         self.rows = F if F * G <= _MAX_UNROLLED_TAPS else 1
@@ -139,8 +139,7 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    `stride` and n are as in `correlate`. dw is float32, summed in a fixed order. For H rows of x and I rows of dy, it
-    has `H - (I - 1) * stride` rows per filter, and columns likewise.
+    `stride` and n are as in `correlate`. dw is float32, summed in a fixed order.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]

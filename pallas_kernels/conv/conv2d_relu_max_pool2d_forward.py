@@ -60,13 +60,11 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Fo
     """Compute `y[k, p, q, n] = max(0, b[k] + max over r, s of conv(x, w)[k, p * R + r, q * S + s, n])`.
 
     (r, s) is one of the R x S positions in window (p, q). Windows do not overlap, and the convolution's stride is 1.
+    Return y in x's dtype, and uint8 indices of the maxima: `r * S + s`, or `R * S` where y is 0.
 
     Args:
       x: `(C, H, W, N)`, N a multiple of `LANES`.
       w, b: `(K, C, F, G)` and `(K,)`.
-
-    Returns:
-      y in x's dtype, and uint8 indices of the maxima: `r * S + s`, or R * S where y is 0. Both are `(K, P, Q, N)`.
     """
     (_, H, W, N), (K, _, F, G), (R, S) = x.shape, w.shape, window
     P, Q = (H - F + 1) // R, (W - G + 1) // S

@@ -53,7 +53,7 @@ _MAX_STAGES = 4
 _EPILOGUE_CLOCKS = 800
 """Estimated clock cycles to find a tile's maxima: 12 instructions per window, two cycles each."""
 _MIN_BATCH = 2048
-"""Smallest batch at which this kernel matches the exact one: docs/lab/2026-11-23-forward.md."""
+"""Smallest batch for which this kernel is as fast as the exact one: docs/lab/2026-11-23-forward.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Co
     """Compute `conv2d_relu_max_pool2d_forward.forward` in half precision, with float32 sums.
 
     N may be any multiple of 64. w is rounded to x's dtype. A NaN or an infinity in x makes all results of its example
-    in the tile NaN, because the banded matrices multiply the whole patch.
+    in the tile NaN, because zero weights multiply it.
     """
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns:
@@ -240,8 +240,7 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA. `matrices` are the banded matrices,
-    and `place` the indices of the maxima, in device memory."""
+    """One warpgroup, which computes every `config.warpgroups`-th tile of its CTA."""
 
     sizes: _Sizes
     x: Any

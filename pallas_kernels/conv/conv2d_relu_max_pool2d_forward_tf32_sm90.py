@@ -48,12 +48,12 @@ from pallas_kernels.core.tiles import kernel
 _MIN_BATCH = 1024
 """Smallest batch for which the kernel makes LeNet's training step faster."""
 MIN_JAX = (0, 11, 1)
-"""First version of JAX in which a kernel can load a transposed view of swizzled memory."""
+"""First version of JAX whose kernels can load a transposed view of swizzled memory."""
 _ITEM_BYTES = 4
 _GROUP = 32
 """Examples in a row of shared memory: 128 bytes, the widest swizzle."""
 _PIXELS = 8
-"""Pixels per row of an operand's tile: 32 bytes, so a warp writes four rows without bank conflicts."""
+"""Pixels per row of an operand's tile: 32 bytes. A warp writes four rows without bank conflicts."""
 _BOX_ROWS = 8
 """Rows of results per copy: the period of the swizzle."""
 _MAX_OUTPUTS = 256
@@ -164,10 +164,8 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` with x and w rounded to TF32, and with float32 sums.
-
-    N may be any multiple of 64. NaN and infinity in x spread as in `conv2d_relu_max_pool2d_forward_sm90.forward`.
-    """
+    """Compute `conv2d_relu_max_pool2d_forward.forward` with x and w rounded to TF32, and with float32 sums. N and NaN
+    are as in `conv2d_relu_max_pool2d_forward_sm90.forward`."""
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
         raise ValueError(
@@ -236,8 +234,7 @@ def _body(sizes, programs, *refs, program, warpgroup):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One warpgroup. `matrices` are the weights, and `place` the indices of the maxima, in device memory. `operands`
-    are the transposed patches."""
+    """One warpgroup. `operands` are the transposed patches."""
 
     sizes: _Sizes
     x: Any

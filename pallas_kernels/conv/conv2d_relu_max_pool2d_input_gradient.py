@@ -147,7 +147,7 @@ def input_gradient(
         place.swapaxes(0, 1),
         jnp.moveaxis(w.astype(jnp.float32).reshape(K, C // channels, channels, F, G), 2, -1),
         out=jax.ShapeDtypeStruct((C, rows * R, columns * S, N), dy.dtype),
-        # The middle rows, with the most windows, start first, so that the last CTAs are short.
+        # The middle rows, with the most windows, start first, so the last CTAs are short.
         grid={"row": rows, "block": N // LANES, "group": cut.groups, "c": C // channels},
         name="conv2d_relu_max_pool2d_backward_input",
     )

@@ -5,8 +5,9 @@ group. `wgmma` computes each cell, with one row per example:
 
     dx[m, j] = sum over a, b of routed[m - a, j - b] @ weights[a, b].
 
-(m, j) is the cell in row m and column j, and (m - a, j - b) a group a rows above, in the same column (b = 0) or to the
-left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the filters.
+The cell is in row m and column j. A group contributes to it from `a` rows above, in the same column (b = 0) or the
+column to the left (b = 1). `routed` has dy at the positions of the maxima, and zeros elsewhere. `weights` has the
+filters.
 
 A CTA has one warpgroup per column of cells. For each row of windows, a warpgroup writes one group's `routed` to shared
 memory. A cell's sums stay in registers until its last row of windows.
@@ -38,10 +39,10 @@ _COLUMNS = 32
 _MAX_WARPGROUPS = 4
 """With four warpgroups per CTA, each thread has 128 registers."""
 _MAX_SUMS = 96
-"""Sums per thread, for the cells in one column to which one row of windows contributes. More sums spill registers."""
+"""Sums per thread for the cells in one column to which one row of windows contributes. More sums spill registers."""
 _MIN_BATCH = 2048
-"""From this batch on, `pays` selects this kernel over the exact one. If a product by cuBLAS pays, too, the op takes
-this kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
+"""From this batch on, `pays` prefers this kernel to the exact one. If a product by cuBLAS pays, too, the op takes this
+kernel only from 4096 on: `_KERNEL_BATCH` of `jaxbp/ops/conv/conv2d_relu_max_pool2d.py`."""
 MIN_JAX = (0, 11, 1)
 """First version of JAX known to lower `jnp.concatenate` in a kernel."""
 
@@ -191,7 +192,7 @@ def _body(sizes, *refs, block, warpgroup):
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """One warpgroup, which computes one column of cells for 64 examples. All but the last also write `routed` of group
-    `group` to `operands`. `staging` has one row of a cell per warpgroup, and `place` the indices of the maxima."""
+    `group` to `operands`. `staging` has one row of a cell per warpgroup."""
 
     sizes: _Sizes
     dy: Any

@@ -42,8 +42,8 @@ _REDUCTION_BYTES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class WeightsGradientConfig:
-    """`channels` output channels per CTA, and `windows` adjacent windows per step of a thread. The wanted CTAs per
-    multiprocessor determine the number of splits."""
+    """Output channels per CTA, and adjacent windows per step of a thread. The wanted CTAs per multiprocessor determine
+    the number of splits."""
 
     channels: int
     windows: int

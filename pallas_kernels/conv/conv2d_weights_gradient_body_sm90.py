@@ -45,7 +45,7 @@ class _Program:
       out: the products of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
-      first, steps: the split's first unit, and number of units: see `Sizes.units`.
+      first, steps: the split's first unit, and its number of units.
     """
 
     sizes: Sizes

@@ -22,7 +22,7 @@ _RESERVED_BYTES = 27 * 1024
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Input channels and window positions per CTA. If `images_on_left`, x is the product's left operand, otherwise the
-    routed gradient. Each warpgroup multiplies 64 rows of the left operand."""
+    routed gradient."""
 
     channels: int
     places: int
@@ -142,7 +142,7 @@ class Sizes:
 
 
 class _PooledSizes(Sizes):
-    """A stage holds x, dy, and the indices of the maxima. Two other buffers hold the routed gradient."""
+    """A stage holds x, dy, and the indices of the maxima. Two buffers hold the routed gradient."""
 
     @property
     def gradient_rows(self) -> int:

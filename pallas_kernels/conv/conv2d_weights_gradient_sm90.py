@@ -76,7 +76,7 @@ def weights_gradient(
 
 
 def _rows_a_product(dy: Any, x: Any) -> int | None:
-    """Return the fewest rows of dy per product whose elements, in dy and in x, are multiples of eight."""
+    """Return the fewest rows of dy per product for which the rows of both operands come in eights."""
     (_, rows, Q, _), W = dy.shape, x.shape[2]
     return next((R for R in (1, 2, 4) if rows % R == 0 and R * W % 8 == 0 and R * Q % 8 == 0), None)
 

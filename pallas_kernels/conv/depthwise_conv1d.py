@@ -26,7 +26,7 @@ MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
 """Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
-would load single elements."""
+would split them."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256
@@ -37,7 +37,7 @@ _PROGRAMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA: `length` channels, a multiple of `LANES`, and `rows` positions, a multiple of `_ROWS_AT_ONCE`."""
+    """Tile of a CTA: `length` channels, a multiple of `LANES`, and `rows` positions."""
 
     length: int
     rows: int
@@ -154,7 +154,7 @@ class _Backward:
 
         def add_rows(s, carry):
             """Write dx at `_ROWS_AT_ONCE` positions from s on, and add their terms to dw and db. `carry` is (window,
-            dw, db), where `window` has rows s - F + 1 to s - 1 of dy."""
+            dw, db), with rows s - F + 1 to s - 1 of dy in `window`."""
             window, dw, db = carry
             window = [*window, *(dy.load(s + k) for k in range(_ROWS_AT_ONCE))]
             x_rows = [x.load(s + k) for k in range(_ROWS_AT_ONCE)] if dw else []

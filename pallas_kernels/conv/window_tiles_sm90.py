@@ -46,8 +46,8 @@ class WindowTiles:
         return self.tiles[0] * self.tiles[1] * (self.N // EXAMPLES)
 
     def unit(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the row and column of a unit's first window, and the index of its block of examples. Consecutive units
-        share the block, so that concurrent CTAs read the same images from the L2 cache."""
+        """Return the row and column of a unit's first window, and its block of examples. Consecutive units share the
+        block, so that concurrent CTAs read the same images from the L2 cache."""
         tile_rows, tile_columns = self.tiles
         row = quotient(number, tile_columns)
         column, block = number - row * tile_columns, quotient(row, tile_rows)

@@ -62,7 +62,7 @@ _ADVICE = {
 
 
 def explained(error: Exception, name: str) -> NotImplementedError | None:
-    """Return an error that explains `error`, raised for the kernel `name`, or None if no pattern matches."""
+    """Return an error that explains `error` in the kernel `name`, or None if no pattern matches."""
     equations = list(_equations(error))
     if not equations:
         return None
@@ -74,7 +74,7 @@ def explained(error: Exception, name: str) -> NotImplementedError | None:
 
 
 def _equations(error: Exception) -> Iterator[Any]:
-    """Yield the equation of the body that raised the error, then each equation nested in the previous one."""
+    """Yield the equation that raised the error, then each equation nested in the previous one."""
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -84,8 +84,8 @@ def _equations(error: Exception) -> Iterator[Any]:
 
 
 def _line(equations: list[Any]) -> str:
-    """Return "file:line: `code`: " for the line of the body that raised the error, or "" if it is unknown."""
-    # Within a jitted function such as `jnp.dot`, equations have the line of its first call, so use this call's line.
+    """Return "file:line: `code`: " for the body's line that raised the error, or "" if it is unknown."""
+    # Within jitted functions such as `jnp.dot`, equations have the line of the first call.
     called = next((i for i, equation in enumerate(equations) if equation.primitive.name in _JIT), len(equations) - 1)
     source = equations[called].source_info.traceback
     for frame in source.frames if source is not None else []:

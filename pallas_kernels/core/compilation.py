@@ -20,12 +20,12 @@ _MIN_CORES = 4
 
 
 def compiles_ahead(module_context: Any) -> bool:
-    """Whether to compile kernels ahead. A persistent compilation cache may already have the program."""
     return (
         jax.default_backend() == "gpu"
         and tuple(module_context.platforms) == ("cuda",)
         and not module_context.lowering_parameters.for_export
         and _cores() >= _MIN_CORES
+        # A persistent cache may already have the program.
         and jax.config.jax_compilation_cache_dir is None
     )
 

@@ -51,7 +51,6 @@ def target() -> Device:
 
 
 def gpu() -> Device | None:
-    """Return the GPU of the context `targeting`, else the default device if it is an NVIDIA GPU, else None."""
     if _target_context.value is not None:
         return _target_context.value
     device = _default_device()

@@ -32,7 +32,7 @@ def vector_layout(lanes: int) -> Any:
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return the row index and the column index of every element, as two int32 blocks."""
+    """Return each element's row index and column index, as two int32 blocks."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 
@@ -158,7 +158,7 @@ def block_of(columns: Sequence[Array]) -> Array:
 
 
 def sums_of_rows(*blocks: Array) -> Array:
-    """Return float32 `(lanes, len(blocks))`. Column k has the sums of the rows of block k, added from left to right."""
+    """Return float32 `(lanes, len(blocks))`. Column k has the sum of each row of block k, added from left to right."""
     (lanes, width), count = blocks[0].shape, len(blocks)
     if simulating() is not None:
         return jnp.stack([jnp.sum(block, axis=1) for block in blocks], axis=1)
@@ -181,7 +181,7 @@ def sums_of_rows(*blocks: Array) -> Array:
 
 def computed_here(block: Array) -> Array:
     """Return the float32 block, computed before the code that follows. Otherwise, LLVM may add a loop's terms to the
-    carry only at the end of the body, and keep all terms in registers until then."""
+    carry only at the end of the body, and keep all terms in registers."""
     if simulating() is not None:
         return block
 
@@ -199,8 +199,8 @@ def computed_here(block: Array) -> Array:
 
 
 def compiler_fence() -> None:
-    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that an access to an
-    element never overlaps a vector. After additions to elements, it would reuse the vector that it stored before."""
+    """Keep the compiler from moving accesses to shared memory across this call. LLVM may assume that elements and
+    vectors do not overlap. After additions to elements, it would then reuse the vector that it stored before."""
     if simulating() is not None:
         return
 
@@ -213,7 +213,7 @@ def compiler_fence() -> None:
 
 def meet(barrier: Any) -> None:
     """Wait until all warpgroups of the CTA call this function, and make their writes to shared memory visible. Only the
-    simulator uses `barrier`, which has one arrival per warpgroup."""
+    simulator uses `barrier`, with one arrival per warpgroup."""
     if simulating() is not None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
@@ -265,7 +265,7 @@ def load_of(lists: Any, array: Any, start: Any, shape: tuple[int, int]) -> list[
 
 
 def store_to(lists: Any, array: Any, start: Any, blocks: Any) -> None:
-    """Write each list's block to the elements that `load_of` would load, except beyond the end of a reference."""
+    """Write each list's block to the elements that `load_of` would load, except beyond a reference's end."""
     lanes, width = blocks[0].shape
     if simulating() is not None:
         for refs, block in zip(lists, blocks, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-# Importing `fuser` later would change jit's cache key, and JAX would compile earlier programs again.
+# Importing `fuser` later would change jit's cache key, and recompile earlier programs.
 import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 from jax import Array, lax
@@ -64,20 +64,19 @@ def launch(
       warpgroups: number per CTA. The body gets its warpgroup's index as `warpgroup`.
       cluster: axis name -> number of CTAs. Each point of `grid` is then a cluster.
       scratch: shared memory and barriers, only for GPUs and the simulator: see `on_gpu`.
-      barriers: whether Mosaic synchronizes a warpgroup before and after each store. Pass False if the body has a
-        barrier, such as `plgpu.commit_smem`, before each read of data that another thread wrote.
-      sums_across_warps: whether the body sums along an axis that several warps share. Such sums reserve 2 KiB of shared
-        memory.
+      barriers: whether Mosaic synchronizes a warpgroup around each store. Pass False if a barrier, such as
+        `plgpu.commit_smem`, precedes each read of data that another thread wrote.
+      sums_across_warps: whether the body sums along an axis that several warps share. Mosaic then reserves 2 KiB of
+        shared memory.
       in_place: index of an input among the leaves of `arrays` -> index of an output that may use its memory. Only the
         CTA that reads an element may write it, after the read. XLA copies an input that is used later.
-      skippable: indices of entries of the tuple `out`. The body gets None for an entry that the program does not use.
-        Not together with `in_place`.
+      skippable: indices of entries of `out`. The body gets None for an entry that the program does not use. Not
+        together with `in_place`.
       approximate: whether `exp2`, `log`, and `tanh` may be single instructions (PTX ISA). `exp2` then has about
         float32's rounding error, and `tanh` an error of 2^-11.
 
     Raises:
-      NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body. The message names
-        the body's line and a correction.
+      NotImplementedError: when the program is lowered for CUDA, if Mosaic GPU cannot lower the body.
     """
     # Unrolled bodies lower much faster with `Lane`, not the default in every JAX version.
     options = {"lowering_semantics": plgpu.LoweringSemantics.Lane, "unsafe_no_auto_barriers": not barriers}
@@ -91,7 +90,6 @@ def launch(
     entries = tuple(_Entry(tuple(jax.tree.leaves(a)), i in skippable) for i, a in enumerate(outputs))
 
     def functions(entries):
-        """Return two functions that run the body on the arrays: for CUDA, and for the interpreter."""
         kept = [a if entry.kept else None for a, entry in zip(outputs, entries, strict=True)]
         structure, shapes = jax.tree.structure((*inputs, *kept, *scratch)), tuple(jax.tree.leaves(kept))
         call = dict(structure=structure, out=shapes, grid=grid, name=name, scratch=jax.tree.leaves(scratch))
@@ -212,8 +210,8 @@ def _(*arrays, shapes, **functions):
 
 
 def _on_mesh_of(arrays, ndim):
-    """Return the sharding of a result that is replicated on the arrays' mesh, or None if no array's mesh has only
-    automatic axes."""
+    """Return the sharding of a result that is replicated on the arrays' mesh, or None if no mesh has only automatic
+    axes."""
     meshes = (a.sharding.mesh for a in arrays)
     mesh = next((mesh for mesh in meshes if not mesh.empty and {*mesh.axis_types} == {AxisType.Auto}), None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*[None] * ndim))
@@ -221,8 +219,7 @@ def _on_mesh_of(arrays, ndim):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """An entry of the argument `out` of `launch`: the types of its leaves, and whether the kernel writes (keeps)
-    them."""
+    """An entry of the argument `out` of `launch`: the types of its leaves, and whether the kernel writes them."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     skippable: bool = False
@@ -333,8 +330,8 @@ def on_gpu(kernel: Callable, fallback: Callable, *arrays: Array) -> Any:
 
 
 def unify_varying_axes(arrays: Any) -> Any:
-    """Within shard_map, cast the arrays so that all vary along every mesh axis along which one of them varies. The
-    cast's transpose sums a replicated array's gradient over the devices."""
+    """Within shard_map, cast the arrays so that all vary along every mesh axis along which one varies. The cast's
+    transpose sums a replicated array's gradient over the devices."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)]
     union = frozenset().union(*axes)
 

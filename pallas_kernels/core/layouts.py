@@ -15,14 +15,14 @@ LANES = 128
 """Threads in a warpgroup (PTX ISA, wgmma). Vector lengths are multiples of `LANES`."""
 
 OPERAND_BYTES = 128
-"""Bytes per row of a tensor-core operand: the widest swizzle of a matrix descriptor (PTX ISA)."""
+"""Bytes per row of a tensor-core operand: a matrix descriptor's widest swizzle (PTX ISA)."""
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> Array:
     """Load `ref` into registers. `optimized=False` also permits layouts with slower accesses."""
     if simulating() is not None:
         return ref[...]
-    # Older simulators lack `plgpu.load`, and older versions of JAX require an index.
+    # Older simulators lack `plgpu.load`, and older JAX requires an index.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     needs_index = index is not None and index.default is index.empty
     return plgpu.load(ref, *([()] if needs_index else []), layout=layout, optimized=optimized)
@@ -68,8 +68,8 @@ def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = OPERAND_BYTES) 
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a swizzled `plgpu.SMEM` for bulk copies, to which threads store a `wgmma` accumulator without bank
-    conflicts. The last axis has at most `OPERAND_BYTES` bytes."""
+    """Return a swizzled `plgpu.SMEM` for bulk copies. Threads store a `wgmma` accumulator to it without bank conflicts.
+    Its rows have at most `OPERAND_BYTES` bytes."""
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(row_bytes),))
 
@@ -127,14 +127,13 @@ def rounded_to_tf32(x: Array) -> Array:
 
 
 def zeros_like(vector: Array) -> Array:
-    """Return float32 zeros in `vector`'s register layout, because a loop's carry must keep its layout."""
+    """Return float32 zeros in `vector`'s register layout, which a loop's carry must keep."""
     return jnp.where(vector != vector, jnp.float32(0), jnp.float32(0))
 
 
 def vector_length(*arrays: Array) -> int:
     """Return the largest vector length that divides the arrays' last axis: at most 4 * LANES, or 2 * LANES for several
-    dtypes. A thread loads at most 8 bytes at once, and two vectors combine only if it loads equally many elements of
-    both."""
+    dtypes. Their vectors combine only if a thread loads equally many elements of each, in at most 8 bytes."""
     lanes = arrays[0].shape[-1]
     longest = 4 if len({a.dtype for a in arrays}) == 1 else 2
     return max(LANES * elements for elements in (1, 2, 4) if elements <= longest and lanes % (LANES * elements) == 0)

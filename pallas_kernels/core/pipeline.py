@@ -31,7 +31,7 @@ class Ring:
       copy: `copy(step, stage, barrier, *source)` starts a step's bulk copies, which signal `barrier`.
       loaded: barriers of the copies, one per stage. A ping-pong schedule has one per consumer and stage, because a
         warpgroup must wait for every phase of a barrier.
-      steps: number of steps, or None if the caller fetches only steps that exist.
+      steps: None if the caller fetches only steps that exist.
       free: one barrier per stage, at which consumers arrive after reading it, or None without a producer.
       fixed_stage: this ring's only stage, if several warpgroups share the stages.
       turn: index of the ring's consumer in a ping-pong schedule.

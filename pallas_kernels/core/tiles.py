@@ -8,7 +8,7 @@
     pool(x, window=2)               # runs with the heuristic's tiles
     pool(x, window=2, config=Config(rows=4))
 
-Arguments may be arrays or any objects with a shape and a dtype. A config is a frozen dataclass.
+Arguments may be arrays, or any objects with a shape and a dtype. A config is a frozen dataclass.
 """
 
 import functools

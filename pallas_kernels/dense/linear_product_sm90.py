@@ -28,10 +28,10 @@ CONSUMERS = 2
 """Consumer warpgroups per CTA. The registers of each hold 64 x 256 or 128 x 128 sums."""
 PRODUCER = CONSUMERS
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). One producer and two consumer threads share 512."""
+"""Registers per thread, multiples of 8 (PTX ISA, setmaxnreg). A producer and two consumer threads share 512."""
 
 _RASTER_COLUMNS = 2048
-"""Width of the part of the result that concurrent tiles cover. Half and twice this number were slower:
+"""Width of the part of the result that concurrent tiles cover. Half and twice this were slower:
 docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 
@@ -49,7 +49,7 @@ class Config:
 
     def clustered(self, columns: int) -> "Config":
         """Return this config with clusters of two CTAs, for a result with more tiles than multiprocessors."""
-        # Concurrent tiles then form a square, and share rows and columns of the operands in the L2 cache.
+        # Concurrent tiles then form a square, and share operands in the L2 cache.
         width = _RASTER_COLUMNS // self.columns
         return dataclasses.replace(self, cluster=2, raster=largest_divisor(columns // self.columns, width))
 
@@ -126,7 +126,7 @@ class Product:
 
     @property
     def barriers(self) -> list[Any]:
-        """Barriers at which copies arrive, one per turn and stage, and barriers at which consumers release a stage."""
+        """Barriers of a `Ring`: `loaded`, one per turn and stage, and `free`."""
         barrier = plgpu.Barrier
         if self.config.cluster > 1:
             barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))

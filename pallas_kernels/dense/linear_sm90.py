@@ -274,7 +274,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
 
     Args:
       dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
-      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
+      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128.
     """
     dtype = dtype or x.dtype
     (rows, outputs), inputs = dy.shape, x.shape[1]

@@ -189,7 +189,7 @@ def capped(logits: Array, b: Array | None, softcap: float | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The division of a row of logits into vectors, and of the vectors into parts. Part p has every `parts`-th vector,
+    """The division of a row of logits into vectors, and of the vectors into parts. Part p has every `parts`-th vector
     from vector p on."""
 
     length: int

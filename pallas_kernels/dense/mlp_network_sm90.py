@@ -38,7 +38,7 @@ class Config:
 
 
 def row_widths(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the padded widths of the rows of x, of each hidden layer's outputs with the 1, and of the logits."""
+    """Return the padded widths of the rows of x, of each hidden layer, and of the logits."""
     inputs, *hidden, classes = sizes
     return tuple(-(-n // SLICE) * SLICE for n in (inputs, *(n + 1 for n in hidden), classes))
 
@@ -83,7 +83,7 @@ class Network:
         return [*self.forward_products, *self.backward_products[:-1], *((self.widths[1], n) for n in self.pieces)]
 
     def stages(self, products: list[tuple[int, int]], operands: tuple[int, ...]) -> int:
-        """Return how many slices of the products' weights fit in shared memory next to operands of these widths."""
+        """Return how many slices of weights fit in shared memory next to operands of these widths."""
         available_bytes = device.target().shared_bytes - _RESERVED_BYTES - EXAMPLES * _ITEM_BYTES * sum(operands)
         return min(_MAX_STAGES, available_bytes // (OPERAND_BYTES * max(outputs for _, outputs in products)))
 

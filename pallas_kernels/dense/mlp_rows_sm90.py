@@ -55,15 +55,13 @@ def store_columns(rows: Array, columns: Any, examples: Any, first: int = 0) -> N
 
 def mask_padding(rows: Array, count: int, *, one: bool = False) -> Array:
     """Return the rows with zeros after their first `count` columns. With `one`, the first of these zeros is a 1.
-    Without the mask, an infinite input times a zero that pads the weights would spread NaN to all columns of the next
-    layer."""
+    Without the mask, an infinite input times padding zeros would spread NaN to the next layer."""
     column = plgpu.broadcasted_iota(jnp.int32, rows.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < count, rows, jnp.where(column == count, 1.0, 0.0) if one else 0.0)
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row of logits. `shifted_logits` are the logits minus their row's maximum, or -inf after the
-    last class."""
+    """`shifted_logits` are the logits minus their row's maximum, or -inf after the last class."""
 
     shifted_logits: Array
     exponentials: Array

@@ -52,8 +52,8 @@ def _unsupported_stages(stages: int) -> str | None:
 
 
 class _ForwardRefs(NamedTuple):
-    """References of `forward`, and of `forward_and_gradients`, which alone has `gradients` and `dx`. `operands` are the
-    rows of x and of each hidden layer's outputs in shared memory."""
+    """`operands` are the rows of x and of each hidden layer's outputs in shared memory. Only `forward_and_gradients`
+    has `gradients` and `dx`."""
 
     x: Any
     labels: Any
@@ -149,7 +149,7 @@ def forward(
 
 
 class _BackwardRefs(NamedTuple):
-    """References of `backward`. `operands` are the gradients with respect to each layer's sums, in shared memory."""
+    """`operands` are the gradients with respect to each layer's sums, in shared memory."""
 
     dy: Any
     labels: Any

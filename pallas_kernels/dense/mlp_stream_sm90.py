@@ -1,5 +1,5 @@
-"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use. They are divided
-into slices, of 32 inputs and all outputs of a product each. TMA copies slices to a ring of stages."""
+"""The weights of a multi-layer perceptron, streamed through shared memory in the order of their use. A slice has 32
+inputs and all outputs of a product. TMA copies slices to a ring of stages."""
 
 import dataclasses
 import functools
@@ -38,8 +38,8 @@ def pack(slices: list[Array], biases: Sequence[Array], network: Network) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A stream of weights. `products` has (inputs, outputs) of each product, in the order of use. `weights` has all
-    slices in device memory."""
+    """`products` has (inputs, outputs) of each product, in the order of use. `weights` has all slices in device
+    memory."""
 
     products: list[tuple[int, int]]
     weights: Any
