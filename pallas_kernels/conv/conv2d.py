@@ -42,7 +42,7 @@ def _correlate_heuristic(x: Any, w: Any, *, stride: tuple[int, int] = (1, 1)) ->
 def correlate(x: Array, w: Array, *, config: CorrelateConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `y[k, i, j, n] = sum over c, u, v of x[c, i * stride + u, j * stride + v, n] * w[k, c, u, v]`.
 
-    `stride` has one stride for i and one for j. The number of examples n is a multiple of `LANES`. Sums are in float32,
+    `stride` has one stride for i and one for j. The number of examples is a multiple of `LANES`. Sums are in float32,
     and y has x's dtype.
     """
     C, H, W, N = x.shape
@@ -139,7 +139,7 @@ def _units(dy):
 def correlate_batch(dy: Array, x: Array, *, config: CorrelateBatchConfig, stride: tuple[int, int] = (1, 1)) -> Array:
     """Compute `dw[k, c, u, v] = sum over i, j, n of dy[k, i, j, n] * x[c, i * stride + u, j * stride + v, n]`.
 
-    `stride` and n are as in `correlate`. dw is float32, summed in a fixed order.
+    `stride` and the batch are as in `correlate`. dw is float32, summed in a fixed order.
     """
     filters, units = _filters(dy, x, stride), _units(dy)
     blocks = [size // part for size, part in zip(filters, config.tile, strict=True)]

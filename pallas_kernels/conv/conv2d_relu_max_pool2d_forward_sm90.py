@@ -104,7 +104,7 @@ class _Sizes(WindowTiles):
 
     @property
     def stage_rows(self) -> int:
-        """Operand rows per stage: the patch's pixels, and rows after them that the last product also reads."""
+        """Operand rows per stage: the patch's pixels, and the rows after them that the last product also reads."""
         return max(self.pixels, (self.R - 1) * self.row + self.summed)
 
     @property
@@ -273,8 +273,7 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_constants(self):
-        """Copy the weights to shared memory, and zeros to the rows after each patch, where uninitialized memory may
-        hold NaN."""
+        """Copy the weights to shared memory, and zeros over possible NaNs after each patch."""
         sizes = self.sizes
         for s in range(sizes.S):
             plgpu.copy_gmem_to_smem(self.matrices.at[s], self.weights.at[s], self.constants_loaded)

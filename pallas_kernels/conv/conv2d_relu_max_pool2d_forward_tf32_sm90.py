@@ -127,7 +127,7 @@ class _Sizes(WindowTiles):
 
     def clocks(self) -> int:
         """Estimated clock cycles of shared memory for all tiles of 64 examples. TMA writes each patch, threads read and
-        write it, and the product reads it and the weights."""
+        write it, and `wgmma` reads it and the weights."""
         patch, weights = 4 * EXAMPLES * self.pixels, self.outputs * self.pixels
         read_and_written = _ITEM_BYTES * (patch + weights) // _SHARED_BYTES_A_CLOCK
         return self.tiles[0] * self.tiles[1] * self.steps * read_and_written
@@ -164,8 +164,7 @@ def _heuristic(x: Any, w: Any, b: Any, *, window: tuple[int, int]) -> Config | N
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic, capability=(9, 0))
 def forward(x: Array, w: Array, b: Array, *, window: tuple[int, int], config: Config) -> tuple[Array, Array]:
-    """Compute `conv2d_relu_max_pool2d_forward.forward` with x and w rounded to TF32, and with float32 sums. N and NaN
-    are as in `conv2d_relu_max_pool2d_forward_sm90.forward`."""
+    """Compute `conv2d_relu_max_pool2d_forward_sm90.forward` for float32, with x and w rounded to TF32."""
     sizes = _Sizes.from_shapes(x, w, window, config)
     if not sizes.fit() or sizes.P % config.rows or sizes.Q % config.columns or sizes.C % config.channels:
         raise ValueError(

@@ -26,7 +26,7 @@ _BLOCK_COLUMNS = 4
 
 
 def body(program, sizes, per_split, *refs, split, **ids):
-    """Run one warpgroup for its CTA's split, with `program`, a subclass of `_Program`."""
+    """`program` is a subclass of `_Program`."""
 
     def accumulate(sums):
         first = split * per_split

@@ -26,7 +26,7 @@ MAX_FILTER_WIDTH = 8
 """Maximum elements of a filter. Each takes up to 12 of a thread's 255 registers in the backward."""
 _LOADED_BYTES = 8
 """Maximum bytes of a row per thread: one access of Mosaic GPU. LLVM cannot prove that two accesses are aligned, and
-would split them."""
+would load single elements."""
 _ROWS_AT_ONCE = 8
 """Rows whose loads are in flight at once. Not tuned."""
 _MAX_ROWS = 256

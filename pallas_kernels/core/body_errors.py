@@ -10,7 +10,6 @@ import jax
 
 _LOWERING = "pallas.mosaic_gpu.lowering"
 _HIDDEN = (Path(jax.__file__).parent, Path(__file__).parent)
-"""Folders whose lines an explained error skips."""
 _JIT = ("jit", "pjit")
 
 _ADVICE = {

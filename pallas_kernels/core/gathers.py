@@ -32,7 +32,6 @@ def vector_layout(lanes: int) -> Any:
 
 
 def lane_and_column(lanes: int, width: int) -> tuple[Array, Array]:
-    """Return each element's row index and column index, as two int32 blocks."""
     if simulating() is not None:
         return tuple(lax.broadcasted_iota(jnp.int32, (lanes, width), axis) for axis in (0, 1))
 

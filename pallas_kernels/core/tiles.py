@@ -19,12 +19,7 @@ from pallas_kernels.core import device
 
 
 class Kernel:
-    """A function that launches a kernel.
-
-    Attributes:
-      name: file and function, such as `conv2d.correlate`.
-      capability: the only supported compute capability, or None for all from 9.0 on.
-    """
+    """A function that launches a kernel. Only compute capability `capability` supports it, or all from 9.0 on."""
 
     def __init__(
         self,
@@ -73,7 +68,6 @@ def kernel(
     unsupported: Callable[..., str | None] | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
-    """Return a decorator that turns `function(*arrays, config, **options)` into a `Kernel`."""
     return lambda function: Kernel(function, unsupported, heuristic, capability)
 
 

@@ -2,8 +2,7 @@
 
 A kernel is a subclass of `Product`, whose body calls `run`. `docs/kernels/dense.md` describes the data flow and its
 ping-pong and cooperative schedules. The two CTAs of a cluster compute two tiles, one below the other. Each copies half
-of each block of the right operand, and multicasts it to both. If the summed axis is split (split-K), there is one
-result per split.
+of each block of the right operand, and multicasts it to both.
 """
 
 import dataclasses
@@ -37,8 +36,8 @@ docs/lab/2026-11-21-dense.md (dw) and docs/lab/2026-11-24-dense.md (forward)."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `rows` x `columns`, and `splits` parts of the summed axis. CTAs compute the result block by block, each
-    `raster` tiles wide; 0 means a single block. A cluster has 1 or 2 CTAs."""
+    """Tiles of `rows` x `columns`. The summed axis has `splits` parts, each with its result (split-K). CTAs compute the
+    result block by block, each `raster` tiles wide; 0 means a single block. A cluster has 1 or 2 CTAs."""
 
     rows: int
     columns: int
@@ -182,8 +181,8 @@ class Product:
         self, visit: Callable[[Any, Any, _Tile], Any], cluster: Any, cta: Any, *, first: Any, stride: int
     ) -> Any:
         """Call `count = visit(count, turn, tile)` for every `stride`th tile of a CTA from number `first` on. Return the
-        last `count`, the number of steps before the tile. `turn` is the index of the tile's consumer in the ping-pong
-        schedule."""
+        last `count`. `count` is the number of steps before the tile, and `turn` the index of its consumer in the
+        ping-pong schedule."""
 
         def visit_next(i, count):
             number = first + i * stride

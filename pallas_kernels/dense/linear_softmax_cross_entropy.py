@@ -136,8 +136,8 @@ def gradient(
     """Compute `dlogits = dy (p (1 + 2 z_loss logsumexp(z)) - y) cap'(logits + b)`, with 0 in padding columns.
 
     p is the softmax of z. y is `1 - label_smoothing` for the label, plus `label_smoothing / classes` for every class.
-    z, cap, and the arguments are as in `statistics`, and dy is float32 `(rows,)`. dlogits overwrite the logits, which
-    XLA copies first if they are still needed.
+    dy is float32 `(rows,)`, and z, cap, and the other arguments are as in `statistics`. dlogits overwrite the logits,
+    which XLA copies first if they are still needed.
     """
     rows, smooth = logits.shape[0], label_smoothing / classes
     part = _Part(logits.shape[1], classes, softcap, config)

@@ -37,7 +37,7 @@ def read_columns(x: Any, examples: Any, operand: Any, loads: int) -> None:
 
 
 def put(rows: Array, operand: Any, ref: Any, *, bulk: bool) -> None:
-    """Store `rows` to shared memory and to `ref` in device memory. With `bulk`, a TMA copy to `ref` may end later."""
+    """Store `rows` to shared memory and to `ref`. With `bulk`, a TMA copy to `ref` may end later."""
     operand[...] = rows
     plgpu.commit_smem()
     if bulk:

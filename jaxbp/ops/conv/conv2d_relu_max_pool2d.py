@@ -30,8 +30,8 @@ from pallas_kernels.conv.conv2d_relu_max_pool2d_weights_gradient import weights_
 from pallas_kernels.core.launch import batch_first, batch_last, on_gpu
 
 _KERNEL_BATCH = 4096
-"""From this batch size on, the tensor-core kernel for dx is faster than `banded_input_gradient`
-(docs/lab/2026-11-25-lenet.md)."""
+"""If `banded_input_gradient` pays, the tensor-core kernel for dx replaces it from this batch size on
+(docs/lab/2026-11-25-lenet.md). Otherwise, the kernel runs from its `_MIN_BATCH`, 2048, on."""
 
 
 def _split(x_size, w_size, *, window, stride, padding, precision):
