@@ -1,8 +1,8 @@
 """Body of the kernels in `conv2d_weights_gradient_sm90`, which defines the routed gradient and a row of windows.
 
-Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. At the end, the CTA
-writes the products to device memory. For each weight, it gathers and adds the products of all window positions and
-windows in a row, mostly from the L2 cache.
+Each warpgroup multiplies 64 rows of one operand, x or the routed gradient, by the other operand. A weight's gradient is
+the total of several sums, one per window position and window in a row. At the end, the CTA therefore writes its sums to
+device memory, and gathers them again through the L2 cache.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class _Program:
 
     Attributes:
       place, places: indices of the maxima in device memory and in the stages, or None for `conv2d`.
-      out: the products of all CTAs, in device memory.
+      out: the sums of all CTAs, in device memory.
       xs: stages of shared memory, each with rows of x and eight rows of ones.
       c, t: the CTA's part of the input channels, and of the window positions.
       first, steps: the split's first unit, and its number of units.

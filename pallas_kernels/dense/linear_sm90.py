@@ -143,7 +143,7 @@ def forward(x: Array, w: Array, b: Array, *, config: Config) -> Array:
     Args:
       x: `(rows, inputs)` in half precision, inputs a multiple of 64.
       w, b: `(outputs, inputs)` in x's dtype, and `(outputs,)`, outputs a multiple of 128.
-      config: one split, and tiles of 64 or 128 columns, else ValueError is raised.
+      config: one split, and tiles of 64 or 128 columns that divide the outputs, else ValueError is raised.
     """
     (rows, inputs), outputs = x.shape, w.shape[0]
     if config.splits != 1 or config.columns not in (STEP, _MIN_COLUMNS):
@@ -274,7 +274,7 @@ def weights_gradient(dy: Array, x: Array, *, dtype: DTypeLike | None = None, con
 
     Args:
       dy: `(rows, outputs)` in half precision, outputs a multiple of 128.
-      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128.
+      x: `(rows, inputs)` in dy's dtype, inputs a multiple of 128 and of the config's columns.
     """
     dtype = dtype or x.dtype
     (rows, outputs), inputs = dy.shape, x.shape[1]
