@@ -1,7 +1,7 @@
 """Gradients of a layer of two-input gates.
 
 For example n, gate g computes `y = c0 + c1 a + c2 b + c3 a b` from a = x[a[g], n], b = x[b[g], n], and its coefficients
-c[g]. If dy is the gradient with respect to y,
+c[g]. With dy, the gradient with respect to y,
 
     dx[i, n] = sum over the gates g that read i as their a of dy[g, n] * (c[g, 1] + c[g, 3] * x[b[g], n])
              + sum over the gates g that read i as their b of dy[g, n] * (c[g, 2] + c[g, 3] * x[a[g], n])
@@ -9,15 +9,14 @@ c[g]. If dy is the gradient with respect to y,
 
 The gates that read an input are its consumers. One CTA computes
 
-- in `gradients_by_gate`: dx and dc of a few gates, if every input has one consumer;
-- in `gradients_by_input`: dx of one input and dc of some of its consumers;
-- in `gradients_along_trail` (`backward_along_trail`): dx of consecutive inputs of the Euler trail (see `Graph`), and dc
-  of some of their consumers;
+- in `gradients_by_gate`, if every input has one consumer: dc of a few gates, and dx of their inputs;
+- in `gradients_by_input`: dx of one input, and dc of the gates that read it as their a;
+- in `gradients_along_trail`: dx of consecutive inputs of the Euler trail (see `Graph`), and dc of half their consumers;
 - in `input_gradient` and `coefficients_gradient`: dx of a few inputs, or dc of a few gates. All loads start at once,
   because a CTA with short rows mostly waits for loads.
 
 dy is `(gates, N)`, with N a multiple of `LANES`, or `(groups, N)` if equally large groups of neighboring gates share a
-gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)`. dx has the dtype of dy and x. dc and sums are float32.
+gradient. Coefficients are `(gates, 4)`, and x is `(inputs, N)`. dx has x's dtype, and dc is float32.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ GATE_SUMS = 4
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the `blocks` slices of the batch, each of `length` examples, for CTA `block`."""
+    """Return the slices of the batch for CTA `block`."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -58,15 +57,15 @@ def dy_row(dy_ref: Any, layer_gates: int, gate: Any) -> Any:
 
 
 def gate_sums(values: Sequence[tuple[Array, Array, Array]]) -> Iterator[Array]:
-    """Yield four vectors, whose sums over the lanes are a gate's dc, from (dy, a, b) for each lane block."""
+    """Yield four vectors whose sums over the lanes are a gate's dc. `values` has (dy, a, b) for each lane block."""
     terms = [(dy, dy * a, dy * b, dy * a * b) for dy, a, b in values]
     for blocks in zip(*terms, strict=True):
         yield functools.reduce(jnp.add, blocks)
 
 
 def consumer_slopes(c_ref: Any, consumer: Any) -> tuple[Any, Any]:
-    """Return (slope, curve) for a consumer in the encoding of `Graph`. The gate's derivative with respect to the input
-    is `slope + curve * partner`, where partner is its other input."""
+    """Return (slope, curve) for a consumer, a number as in `Graph`. The gate's derivative with respect to the input is
+    `slope + curve * partner`, where partner is the gate's other input."""
     return c_ref[consumer >> 1, 1 + (consumer & 1)], c_ref[consumer >> 1, 3]
 
 
@@ -194,7 +193,7 @@ def _by_input_heuristic(dy, coefficients, graph, x):
 def gradients_by_input(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: ByInputConfig
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates that read its input as their a."""
+    """Return (dx, dc)."""
     gates, (inputs, N) = graph.gates, x.shape
 
     def body(dy_ref, c_ref, consumers_ref, partners_ref, offsets_ref, x_ref, dx_ref, dc_ref, *, block, row):
@@ -243,8 +242,7 @@ _SHORT_ROW_IN_L2 = 1024
 _L2_SHARE = 0.8
 """Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that a CTA reads at once, or two if any input has more. Not tuned;
-docs/lab/2026-11-22-logic.md."""
+"""Maximum inputs per CTA, and consumers per input that a CTA reads at once. Not tuned; docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

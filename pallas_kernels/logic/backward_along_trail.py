@@ -1,8 +1,7 @@
 """Gradients of a layer of two-input gates, for wires that an Euler trail orders (see `Graph`).
 
 A CTA computes the gradients of several consecutive inputs of the trail. It starts all loads at once: each input's row
-of x and, for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas
-and the arguments.
+of x and, for each gate that reads the input, the row of dy and the other input's row of x. `backward` has the formulas.
 """
 
 import dataclasses
@@ -74,8 +73,7 @@ def _heuristic(dy, coefficients, graph, x):
 def gradients_along_trail(
     dy: Array, coefficients: Array, graph: Graph, x: Array, *, config: Config
 ) -> tuple[Array, Array]:
-    """Return (dx, dc). A CTA computes dc for the gates through which the trail leaves its inputs. If dx is unused, it
-    reads only these gates."""
+    """Return (dx, dc). A CTA computes dc for the gates through which the trail leaves its inputs."""
     (inputs, N), gates, consumers_per_input = x.shape, graph.gates, graph.max_fan_out
     gates_per_input = consumers_per_input // 2
 
@@ -130,6 +128,6 @@ def _gather_gates(sums, graph, config):
     sums = sums.reshape(-1, SUM_ROWS // GATE_SUMS, GATE_SUMS)
     gate = place // consumers_per_input * gates_per_input + place % consumers_per_input
     dc = sums[gate // (config.inputs * gates_per_input), gate % (config.inputs * gates_per_input)]
-    # The kernel takes the CTA's input for the gate's a. If it is the b, exchange the sums of dy a and dy b.
+    # The kernel takes each input for the gate's a. If it is the b, exchange the sums of dy a and dy b.
     is_swapped = graph.trail_consumers[place] & 1 == 1
     return jnp.where(is_swapped[:, None], dc[:, jnp.array([0, 2, 1, 3])], dc)

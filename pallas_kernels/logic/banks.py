@@ -1,10 +1,8 @@
 """Orders of gates for which neighboring threads access different banks of shared memory.
 
-Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. An octet is eight neighboring threads. Their 16-byte
-accesses take one cycle if different rows have different residues. The residue of a row is its index mod 8.
-
-The order of a layer's gates determines their rows. A gate's position within its octet is its row's residue. It decides
-the conflicts when the next layer reads the row, and when gradients are written to it.
+Shared memory has 32 banks of 4 bytes, and a row takes 16 bytes. The residue of a row is its index mod 8. The accesses
+of an octet, eight neighboring threads, take one cycle if different rows have different residues. The order of a layer's
+gates determines their rows.
 """
 
 import itertools
@@ -13,19 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 OCTET = 8
-"""Threads whose 16-byte accesses are served together."""
 _SWEEPS = 2
 """Passes that assign residues to gates. With one pass, a tick takes 1.6% more cycles; with three, 0.1% fewer."""
 _BALANCE = 0.5
 """Cost of two gates with equal residues that the next layer reads, relative to two whose gradients one octet reads.
-Chosen by hand for the published checkerboard automaton, where reads take three times as many cycles."""
+Chosen by hand for the published checkerboard automaton."""
 _ROUNDING = 1e-6
 """Smaller decreases of the cost are rounding errors."""
 _PAIRS = list(itertools.combinations(range(OCTET), 2))
 
 
 def cycles(rows: np.ndarray) -> int:
-    """Return how many cycles the lanes' accesses take, if lane i accesses row `rows[i]` of shared memory."""
+    """Return how many cycles the accesses take if lane i accesses row `rows[i]` of shared memory."""
     octets = np.sort(np.pad(rows, (0, -len(rows) % OCTET), mode="edge").reshape(-1, OCTET))
     is_first = np.diff(octets, axis=1, prepend=-1) != 0  # threads with the same row share one access
     counts = np.zeros((len(octets), OCTET), int)
@@ -40,8 +37,8 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`, the position of gate g in the sum of the gradients of its input a, and of its
-        input b. These sums have a fixed order.
+      turns: for each layer, `(2, gates)`. Gate g's gradient is term `turns[i][0, g]` of the sum for its input a, and
+        term `turns[i][1, g]` of the sum for its input b.
       rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []
@@ -62,10 +59,9 @@ def _octets(a: np.ndarray, b: np.ndarray) -> list[list[int]]:
     residues of each gate's inputs. If all residues are equally frequent, none occurs twice among an octet's inputs a,
     or inputs b.
 
-    The octets are an edge coloring of a bipartite graph (D. König, 1916), from residues of a to residues of b, with
-    gates as edges and octets as colors. A residue is free in an octet if no gate of the octet has it. A gate joins an
-    octet in which both its residues are free. If there is none, it displaces a gate from an octet in which its residue
-    of a is free. Displaced gates alternate between two octets until no gate is displaced.
+    The octets color the edges of a bipartite graph (D. König, 1916), whose edges are the gates, from residues of a to
+    residues of b. A gate joins an octet in which no gate has its residues. If there is none, it joins an octet in which
+    its residue of a is free, and displaces a gate. Displaced gates alternate between two octets.
     """
     gates, count, rest = list(zip(a.tolist(), b.tolist(), strict=True)), len(a) // OCTET, []
     free = [[(1 << count) - 1] * OCTET for _ in range(2)]  # octets in which a residue is free
@@ -106,8 +102,8 @@ def _roles(layer, inputs):
 
 
 def _with_residues(octets, readers, roles):
-    """Return the gates in an order in which a gate's position within its octet is its residue, chosen to avoid bank
-    conflicts.
+    """Return the gates, with the order within each octet chosen to avoid bank conflicts. A gate's position in its octet
+    is its row's residue.
 
     Args:
       readers: `(2, gates)`, integers for the gradients with respect to a and to b. Two integers are equal if an octet
@@ -126,7 +122,7 @@ def _with_residues(octets, readers, roles):
         for i, gates in enumerate(octets):
             if sweep:
                 put(gates, -1)
-            # Octets of the next layer read two rows with the same residue if one residue is more frequent.
+            # The next layer's reads conflict more often if one residue is more frequent than others.
             cost = by_reader[readers[:, gates]].sum(axis=0) + _BALANCE * roles[:, gates].T @ by_role
             octets[i] = np.array(gates)[_cheapest(cost.tolist())]
             put(octets[i], 1)
@@ -134,8 +130,7 @@ def _with_residues(octets, readers, roles):
 
 
 def _cheapest(cost: list[list[float]]) -> list[int]:
-    """Return a different row of the matrix `cost` for each column, so that no exchange of two rows lowers the total
-    cost."""
+    """Return a different row of `cost` for each column, so that no exchange of two rows lowers the total cost."""
     rows, exchanged = list(range(OCTET)), True
     while exchanged:
         exchanged = False

@@ -1,4 +1,4 @@
-"""Forward of a layer of two-input gates. Each input and each output is one row of examples.
+"""Forward of a layer of two-input gates.
 
 A CTA computes a few gates for one lane block, a vector along the batch. The batch is the slow axis of the grid, so all
 gates read a lane block of x while it is in the L2 cache.
@@ -19,8 +19,7 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """A thread's widest load (CUDA C++ Programming Guide)."""
 _PROGRAM_EXAMPLES = 512
-"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md. Shorter lane blocks with more gates keep as many
-loads in flight."""
+"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two gates, if possible, have loads in flight at once.
+    # At least two gates have loads in flight.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
@@ -55,7 +54,7 @@ def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> A
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
     gate g and example n.
 
-    CTAs take the gates in the order of the Euler trail, in which neighboring gates share an input.
+    CTAs take the gates in the order of an Euler trail, in which neighboring gates share an input.
 
     Args:
       coefficients: `(gates, 4)`.

@@ -9,15 +9,15 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The inputs a and b of each gate, `(gates,)`, and the consumers of each input, which are the gates that read it.
+    """The inputs a and b of each gate, `(gates,)`, and the consumers of each input, the gates that read it.
 
-    A consumer is the integer 2 g if gate g reads the input as its a, and 2 g + 1 if gate g reads it as its b. An Euler
-    trail is a walk from input to input that passes through each gate once. All arrays are int32.
+    A consumer is the integer `2 * g` if gate g reads the input as its a, and `2 * g + 1` if gate g reads it as its b.
+    An Euler trail is a walk from input to input that passes through each gate once. All arrays are int32.
 
     Attributes:
-      consumers: `(2 gates,)`, sorted by input. Input i has `consumers[offsets[2 i] : offsets[2 i + 2]]`. The entries
-        before `offsets[2 i + 1]` read it as their a.
-      partners: `(2 gates,)`, the other input of the gate of each entry of `consumers`.
+      consumers: `(2 * gates,)`. Input i has `consumers[offsets[2 * i] : offsets[2 * i + 2]]`. The entries before
+        `offsets[2 * i + 1]` read it as their a.
+      partners: `(2 * gates,)`, the other input of each consumer.
       trail: `(3, gates)`, the gates in the order of the trail, their inputs a, and their inputs b.
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.
       trail_consumers, trail_partners: `consumers` and `partners` in the order of `trail_inputs`. For each input, the

@@ -4,7 +4,7 @@
     dlogits[g, i] = p_i (u_i - Σ_j p_j u_j),    u_i = table[i] · dc[g]
 
 Here g is a gate, and table[i] has the four coefficients of function i. A thread computes one gate and reads each logit
-once, whereas XLA reads the logits once per sum over the functions.
+once. XLA reads the logits once per sum over the functions.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def mixture(logits: Array, *, table: Table, config: Config) -> Array:
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) -> Array:
-    """Return dlogits, the gradient with respect to the logits. Both kernels run only on GPUs and in the simulator.
+    """Return dlogits. Both kernels run only on GPUs and in the simulator.
 
     Args:
       dc: `(*gates, 4)`, float32, the gradient with respect to the result of `mixture`.
@@ -112,8 +112,7 @@ def _mixture(logits, table):
 def _gradient(dc, logits, table):
     p, largest = _softmax(logits)
     u = [_combination(dc, coefficients) for coefficients in table]
-    # Subtracting the u of the most probable function from all u avoids cancellation in `u - Σ p u` if its p is nearly
-    # 1.
+    # Subtracting the most probable function's u from all u avoids cancellation in `u - Σ p u` if its p is nearly 1.
     of_largest = [jnp.where(value == largest, each, -jnp.inf) for value, each in zip(logits, u, strict=True)]
     base = functools.reduce(jnp.maximum, of_largest)
     u = [each - base for each in u]

@@ -1,6 +1,6 @@
 """Arithmetic of a complete binary tree of gates, for vectors in a kernel's registers or `jax.numpy` arrays.
 
-Gate g of a level computes `c0 + c1 a + c2 b + c3 ab`, where a and b are values 2 g and 2 g + 1 of the level before. The
+Gate g of a level computes `c0 + c1 a + c2 b + c3 ab` from values `2 * g` and `2 * g + 1` of the level before. The
 argument `c` lists the four coefficients of each gate level by level, the root last.
 """
 
@@ -21,8 +21,7 @@ def levels_of_tree(c: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[li
 def gradients_of_tree(
     c: Sequence[Sequence[Any]], levels: Sequence[Sequence[Any]], dy: Any
 ) -> tuple[list[tuple[Any, ...]], list[Any]]:
-    """Return (dc, dleaves). `levels` is the result of `levels_of_tree`, and `dy` is the gradient with respect to the
-    root."""
+    """Return (dc, dleaves). `levels` is the result of `levels_of_tree`, and `dy` the root's gradient."""
     dc, gradients = [], [dy]
     end = sum(map(len, levels[1:]))
     for level in reversed(levels[:-1]):

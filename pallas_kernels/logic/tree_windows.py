@@ -18,7 +18,7 @@ from pallas_kernels.core.layouts import LANES
 _MAX_LEAVES = 16
 """Leaves per tree: its 60 coefficients and 31 values must fit in a thread's 255 registers."""
 _MAX_PLACES = 9
-"""Positions per pooling window, for which the code is unrolled. Not tuned."""
+"""Positions per pooling window: their code is unrolled. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Geometry:
         return list(itertools.product(*map(range, self.pool)))
 
     def first(self, row: Any, column: Any) -> Any:
-        """Return the index in channel 0 of a tree's top left pixel at a pooling window's first position."""
+        """Return the index, in channel 0, of a tree's top left pixel at the first position of a pooling window."""
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
@@ -78,8 +78,8 @@ class Tree:
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Return one vector per leaf from the flattened image `numbers`. Each lane reads at its position `place` in the
-        pooling window."""
+        """Return one vector per leaf of the flattened image `numbers`. `place` has each lane's position in the pooling
+        window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):
@@ -106,8 +106,8 @@ def as_rows(x):
 
 
 def visit_windows(first: Any, last: Any, columns: int, body: Any, carry: Any = None, columns_per_turn: int = 1) -> Any:
-    """Call `carry = body(row, columns, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
-    last carry. `columns` are `columns_per_turn` neighboring windows."""
+    """Call `carry = body(row, neighbors, carry)` for the pooling windows in rows `first` to `last - 1`, and return the
+    last carry. `neighbors` lists the columns of `columns_per_turn` neighboring windows."""
     turns = columns // columns_per_turn
 
     def step(i, carry):

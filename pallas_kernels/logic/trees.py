@@ -1,8 +1,7 @@
-"""Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves. Images are
-`(channels, height, width, N)`, and `kernels` is the number of trees.
+"""Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` sums the
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
 gradients of the leaves to the gradient of the image.
 """
 
@@ -55,7 +54,7 @@ def forward(
     value.
 
     Args:
-      coefficients: `(kernels, gates, 4)`.
+      coefficients: `(kernels, gates, 4)`, one tree per kernel.
       leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
       x: `(channels, height, width, N)` including padding, with N a multiple of `LANES`.
 
@@ -122,15 +121,12 @@ def leaf_gradients(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array]:
-    """Return (dc, dleaves), the gradients with respect to the coefficients and the leaves. The kernel runs only on GPUs
-    and in the simulator.
+    """Return float32 dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`. The kernel runs only
+    on GPUs and in the simulator.
 
     Args:
       dy: `(kernels, rows, columns, N)`, the gradient with respect to y.
       places: the indices from `forward`. Other arguments are as in `forward`.
-
-    Returns:
-      dc `(kernels, gates, 4)` and dleaves `(kernels * leaves, rows, columns, N)`, both float32.
     """
     geometry = Geometry.from_image(x, window, stride, pool)
     (kernels, gates, _), N, count = coefficients.shape, x.shape[-1], leaves.shape[1]

@@ -24,8 +24,8 @@ from pallas_kernels.core.tiles import kernel
 from pallas_kernels.logic.tree_windows import Config, visit_windows
 
 _BAND_BYTES = 17 * 1024
-"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, which hide latency, until most leaves add
-to two bands: docs/lab/2026-11-22-trees.md."""
+"""Maximum bytes of a band. Smaller bands allow more CTAs per multiprocessor, but more leaves then add to two bands:
+docs/lab/2026-11-22-trees.md."""
 _BANDS = 8
 """Wanted bands per multiprocessor: docs/lab/2026-11-22-trees.md."""
 _UNROLLED_WINDOWS = 8
@@ -92,7 +92,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """The division of an image without padding into bands of `rows` rows."""
+    """The division of the unpadded image into bands of `rows` rows."""
 
     rows: int
     height: int
@@ -111,8 +111,8 @@ class _Bands:
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:
-        """Return (first, end), the range of rows of pooling windows in which a leaf reads a band. At the first position
-        of row 0, the leaf reads row `leaf_row` of pixels, relative to the band."""
+        """Return (first, end), the range of rows of pooling windows in which a leaf reads the band. `leaf_row` is the
+        leaf's pixel row at the first position of window row 0, relative to the band."""
         p, s, step = self.pool[0], self.stride[0], self.steps[0]
         # At the last position of row `first`, the leaf reads the band's first row or a later row.
         first = jnp.clip((-leaf_row - (p - 1) * s + p * s - 1) // step, 0, rows)
@@ -120,9 +120,9 @@ class _Bands:
         return first, last
 
     def targets(self, row: Any, column: Any, place: Array | None, lane: Array) -> Array:
-        """Return the element of shared memory to which each lane adds a leaf's gradient, an unused element for pixels
-        outside the band. `row` and `column` are the leaf's pixel at the window's first position, relative to the band,
-        and `place` is each lane's position in the window."""
+        """Return, for each lane, the element of shared memory to which it adds a leaf's gradient. Pixels outside the
+        CTA's rows get an unused element. `row` and `column` are the leaf's pixel at the window's first position,
+        relative to the CTA's rows, and `place` is each lane's position in the window."""
         (s, t), u = self.stride, lane * 0
         v = u
         for i, (row_step, column_step) in enumerate(itertools.product(*map(range, self.pool))):

@@ -7,8 +7,8 @@ store its `offset`, the mean minus the row's first element. Rounding a mean far 
 `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
-part of dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels use no shared memory,
-so they also run in the interpreter.
+part of dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared memory, the
+kernels also run in the interpreter.
 """
 
 import dataclasses
@@ -37,20 +37,14 @@ _PROGRAMS = 4
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """`vector` is the number of elements that a CTA loads at once, a multiple of its threads."""
+    """`vector` is the number of elements that a CTA loads at once."""
 
     vector: int
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientsConfig:
-    """How CTAs divide the rows.
-
-    Attributes:
-      vector: as in `NormaliseConfig`.
-      rows: rows per CTA. The CTA reads all columns.
-      columns: columns of dx per CTA, a multiple of `vector`.
-    """
+    """Tile of a CTA: `rows` rows and `columns` columns of dx, a multiple of `vector`. The CTA reads whole rows."""
 
     vector: int
     rows: int
@@ -76,12 +70,8 @@ def _gradients_heuristic(dy, x, scale, bias, offset, inv_std, *, eps, center, wi
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: NormaliseConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std). y has x's shape and dtype. offset and inv_std are float32 `(rows,)`.
-
-    Args:
-      x: `(rows, hidden)`.
-      scale, bias: `(hidden,)`. Without `center`, bias and the returned offset are None.
-    """
+    """Return (y, offset, inv_std) for x `(rows, hidden)`. y has x's dtype. offset and inv_std are float32 `(rows,)`.
+    Without `center`, bias and offset are None."""
     rows, hidden = x.shape
     x, scale, bias, mask = map(_fill_up, (x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
     vectors = _vectors(x.shape[1], config.vector)
@@ -127,19 +117,16 @@ def gradients(
     with_y: bool = False,
     config: GradientsConfig,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Compute the backward. With the normalized rows x̂, `t = dy * scale`, means over a row, and sums over all rows,
-    the gradients are
+    """Return (dx, dscale, dbias, y). With `t = dy * scale`, means over a row, and sums over all rows, the gradients are
 
         dx = inv_std * (t - mean(t) - x̂ * mean(t * x̂)),    dscale = Σ dy * x̂,    dbias = Σ dy.
 
+    dx has x's dtype, and dscale and dbias are float32. Without `center`, dbias is None and dx has no `mean(t)`. y is
+    None without `with_y`.
+
     Args:
-      dy, x: `(rows, hidden)`.
       bias: used only with both `with_y` and `center`.
       offset, inv_std: unused. The kernel computes them from x.
-
-    Returns:
-      dx in x's dtype, float32 dscale and dbias, and y, or None without `with_y`. Without `center`, dbias is None and dx
-      has no `mean(t)`.
     """
     rows, hidden = x.shape
     dy, x, scale, bias, mask = map(_fill_up, (dy, x, scale, scale if bias is None else bias, jnp.ones_like(scale)))
@@ -177,7 +164,7 @@ class _Row:
     center: bool
 
     def normalise(self) -> tuple[Callable[[Any], Array], Array, Array]:
-        """Return (x̂, offset, inv_std). x̂ is a function from a slice of columns to their normalized values."""
+        """Return (x̂, offset, inv_std). x̂ is a function of a slice of columns."""
         first, offset = self.x_ref[self.row, 0].astype(jnp.float32), jnp.float32(0)
 
         def deviation(vector):

@@ -2,9 +2,9 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-`s = Σ dzᵀ x̂` and `db = Σ dz` are sums over the rows, and dscale and dbias over the dense layer's outputs. x̂ is
-LayerNorm's normalized input, w and dz are the dense layer's weights and the gradient with respect to its output, and
-scale and bias are LayerNorm's parameters. A CTA computes a tile of dw and the tile's sums, which XLA adds.
+x̂ is LayerNorm's normalized input, and dz is the gradient with respect to the dense layer's output. `s = dzᵀ x̂` and
+`db = Σ dz` are sums over the rows. dscale and dbias are sums over the outputs. A CTA computes a tile of dw and the
+tile's terms of dscale and dbias. XLA adds the terms.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.core.tiles import kernel
 _PROGRAMS = 8
 """Wanted CTAs per multiprocessor. Not tuned."""
 _MIN_OUTPUTS = 16
-"""Fewest outputs per CTA. Its sums must be much smaller than its part of s. Not tuned."""
+"""Fewest outputs per CTA, so that its sums are much smaller than its part of s. Not tuned."""
 _LOADED_OUTPUTS = 4
 """Outputs whose s and w a CTA loads at once. Not tuned."""
 
@@ -56,7 +56,7 @@ def parameter_gradients(
     """Return (dw, dscale, dbias). dw has w's dtype, and dscale and dbias are float32.
 
     Args:
-      s, db: `(outputs, hidden)` and `(outputs,)`, float32, the sums over the rows.
+      s, db: `(outputs, hidden)` and `(outputs,)`, float32.
       scale, bias: `(hidden,)`.
       w: `(outputs, hidden)`, hidden a multiple of 128.
     """

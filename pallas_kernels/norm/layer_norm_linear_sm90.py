@@ -109,13 +109,12 @@ def _input_gradient_heuristic(dz, x, scale, w, offset, inv_std):
 def forward(
     x: Array, scale: Array, bias: Array, w: Array, b: Array, *, eps: float, config: ForwardConfig
 ) -> tuple[Array, Array, Array]:
-    """Return (z, offset, inv_std). z is `(rows, outputs)` in x's dtype. offset and inv_std are as in
-    `layer_norm.normalise`.
+    """Return z `(rows, outputs)`, and offset and inv_std as in `layer_norm.normalise`.
 
     Args:
       x: `(rows, hidden)`, rows a multiple of 64. All arguments have x's dtype.
-      scale, bias: LayerNorm's parameters, `(hidden,)`.
-      w, b: the dense layer's parameters, `(outputs, hidden)` and `(outputs,)`. `hidden` and `outputs` are 128 or 256.
+      scale, bias: `(hidden,)`.
+      w, b: `(outputs, hidden)` and `(outputs,)`. `hidden` and `outputs` are 128 or 256.
     """
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(-(-rows // (ROWS * _WARPGROUPS)), device.target().multiprocessors)
@@ -134,7 +133,7 @@ def forward(
             operand((_WARPGROUPS, ROWS, hidden), x.dtype),
             operand((_WARPGROUPS, ROWS, config.columns), x.dtype),
             operand((outputs, hidden), x.dtype),
-            # scale, bias, and b share one array, because Mosaic GPU aligns each array to `_ALIGNMENT`.
+            # scale, bias, and b in one array, because each array is aligned to `_ALIGNMENT` bytes
             plgpu.SMEM((2 * hidden + outputs,), x.dtype),
             plgpu.Barrier(num_barriers=_WARPGROUPS),
             plgpu.Barrier(num_arrivals=4),
@@ -146,7 +145,7 @@ def forward(
 
 
 class _ForwardRefs(NamedTuple):
-    """`vectors` holds scale, bias, and b in shared memory."""
+    """`vectors` has scale, bias, and b."""
 
     x: Any
     w: Any
@@ -192,7 +191,7 @@ class _Forward:
         def block(step, _):
             ring.wait(step)
             x = load(refs.x_stages.at[warpgroup], plgpu.Layout.WGMMA)
-            # Every warp must have read the stage before the next copy fills it.
+            # Every warp has then read the stage, and the next copy may fill it.
             plgpu.commit_smem()
             ring.fetch(step + 1)
             self._block(refs, x, step_rows(step), refs.z_buffers.at[warpgroup])
@@ -244,8 +243,8 @@ class _Forward:
 def input_gradient(
     dz: Array, x: Array, scale: Array, w: Array, offset: Array, inv_std: Array, *, config: InputGradientConfig
 ) -> tuple[Array, Array]:
-    """Return dx and LayerNorm's normalized input x̂, both in x's shape and dtype. dz, `(rows, outputs)`, is the
-    gradient with respect to z. Other arguments are arguments and results of `forward`."""
+    """Return dx and LayerNorm's normalized input x̂ in x's dtype. dz, `(rows, outputs)`, is the gradient with respect to
+    z. Other arguments are arguments and results of `forward`."""
     (rows, hidden), outputs = x.shape, w.shape[0]
     programs = min(rows // ROWS, device.target().multiprocessors)
     half = operand((_WARPGROUPS, ROWS, hidden // 2), x.dtype)
@@ -281,8 +280,8 @@ def input_gradient(
 
 
 class _InputGradientRefs(NamedTuple):
-    """With `t = (dz w) * scale`, `sums` holds the sums of t and of t * x̂ over each warpgroup's half of a row. `hat`
-    refers to x̂, and is None if x̂ is unused."""
+    """With `t = (dz w) * scale`, `sums` has the sums of t and of t * x̂ over each warpgroup's half of a row. `hat` is
+    the result x̂, or None if it is unused."""
 
     dz: Any
     x: Any

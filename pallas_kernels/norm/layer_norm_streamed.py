@@ -1,8 +1,7 @@
 """LayerNorm and RMSNorm of rows that stream through shared memory, so that each kernel reads its rows once.
 
 Groups of rows stream by TMA through a ring of stages (`row_stream.py`). A persistent CTA loads blocks of rows from a
-stage into registers (`row_block.py`), and overwrites them in the stage with the results. `layer_norm.py` has the
-formulas.
+stage into registers (`row_block.py`), and overwrites the stage with the results. `layer_norm.py` has the formulas.
 """
 
 import dataclasses
@@ -135,8 +134,7 @@ def gradients(
     with_y: bool = False,
     config: Config,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return (dx, dscale, dbias, y) as in `layer_norm.gradients`. If inv_std is None, the kernel computes offset and
-    inv_std from x."""
+    """Compute `layer_norm.gradients`. If inv_std is None, the kernel computes offset and inv_std from x."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     rows, gradients, *parameters = map(
         block.split_columns, (x, dy, scale, bias) if center and with_y else (x, dy, scale)
@@ -165,12 +163,7 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return only dx, in the dtype of x̂, as in `layer_norm.gradients`.
-
-    Args:
-      t, normalised: `dy * scale` and x̂, `(rows, hidden)`.
-      inv_std: `(rows,)`, float32.
-    """
+    """Return only dx, as in `layer_norm.gradients`, from `t = dy * scale` and x̂."""
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 
@@ -181,7 +174,7 @@ def input_gradient_from_x(t: Array, x: Array, *, eps: float, config: Config) -> 
 
 
 def _launch_input_gradient(t, x, inv_std, eps, config):
-    """If eps is None, `x` is x̂, and the result is (dx,). Otherwise, the result is (dx, x̂)."""
+    """If eps is None, `x` is x̂ and the result is (dx,). Otherwise, return (dx, x̂)."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     t, rows = block.split_columns(t), block.split_columns(x)
     results = launch(
@@ -262,7 +255,7 @@ class _Backward(Stream):
         return sums
 
     def _finish(self, xs, dys, hats, statistics, parameters, sums, with_y):
-        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y. Return `sums` plus the blocks' terms."""
+        """Overwrite blocks of x with dx and, if `with_y`, blocks of dy with y."""
         block, (scale, *_) = self.block, parameters
         gradients = [block.values(functools.partial(block.load, ref)) for ref in dys]
         means = block.means([lambda dy=dy: dy() * scale for dy in gradients], hats, center=self.center)
@@ -273,7 +266,7 @@ class _Backward(Stream):
             x_ref[...] = block.input_gradient(dy * scale, hat, inv_std, *row_means).astype(x_ref.dtype)
             if with_y:
                 dy_ref[...] = _scaled(hat, *parameters).astype(x_ref.dtype)
-            # Unused gradients have no sums. Without `center`, dbias has none.
+            # An unused gradient, or dbias without `center`, has no sum.
             terms = (dy * hat, dy)[: len(sums)]
             sums = [total + block.partial_sum(a) for total, a in zip(sums, terms, strict=True)]
         return sums

@@ -1,7 +1,7 @@
 """Blocks of rows in registers, for the streamed LayerNorm and RMSNorm kernels.
 
-A block has one row per warp, or one row for the whole warpgroup, as float32. A sum along a row uses shuffles if a warp
-has the row, and shared memory otherwise.
+A block has one row per warp, or one row for the whole warpgroup, as float32. A sum along a row uses shuffles within a
+warp, and shared memory across warps.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels.norm.statistics import inverse_root
 
 
 class Statistics(NamedTuple):
-    """A row's statistics, as in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
+    """Statistics of rows as in `layer_norm.py`, or references to them. Without `center`, `offset` is None."""
 
     offset: Any
     inv_std: Any
@@ -92,15 +92,14 @@ class Block:
         return jnp.sum(partial_sum, axis=0) if self.row_per_warp else partial_sum
 
     def groups(self, rows: int) -> list[list[int]]:
-        """Return lists of blocks to compute together, each block given as its first row. Blocks with one row per warp
-        are together, to overlap the latencies of their shuffles. A block with one row per warpgroup needs all
-        registers."""
+        """Return lists of the first rows of blocks that are computed together. Blocks with one row per warp are
+        together, to overlap their shuffles. A block with one row per warpgroup needs all registers."""
         blocks = range(0, rows, self.rows)
         return [list(blocks)] if self.row_per_warp else [[block] for block in blocks]
 
     def values(self, compute: Callable[[], Array]) -> Callable[[], Array]:
-        """Return a function without arguments that returns `compute()`. With one row per warp, each call computes the
-        value again. Otherwise, the value stays in registers."""
+        """Return a function that returns `compute()`. With one row per warp, each call computes the value again.
+        Otherwise, the value stays in registers."""
         if self.row_per_warp:
             return compute
         value = compute()
@@ -108,7 +107,7 @@ class Block:
 
     def combine(self, operation: Callable, blocks: Sequence[Callable], row_values: Sequence[Array]) -> list[Callable]:
         """Return `operation(block, a)` for each block, where a is the block's entry of `row_values`, repeated along
-        each row. Blocks and results are functions without arguments: see `values`."""
+        each row. Blocks and results are functions as in `values`."""
 
         def combine_block(block, a):
             return self.values(lambda: operation(block(), self.broadcast_rows(a)))
@@ -118,8 +117,8 @@ class Block:
     def normalise(
         self, refs: Sequence, known_statistics: Sequence[Statistics] | None, *, eps: float, center: bool
     ) -> tuple[list[Callable[[], Array]], list[Statistics]]:
-        """Return the normalized blocks x̂, as functions without arguments (see `values`), and the blocks' statistics,
-        which are computed unless `known_statistics` has them."""
+        """Return the normalized blocks x̂, as functions (see `values`), and their statistics, which are computed unless
+        `known_statistics` has them."""
         x, offsets = [self.values(functools.partial(self.load, ref)) for ref in refs], [None] * len(refs)
         if center:
             first = [self.load(ref.at[:, 0, 0], self.row_layout) for ref in refs]

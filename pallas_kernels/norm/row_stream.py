@@ -1,7 +1,7 @@
 """The loop of a persistent CTA over groups of rows, which stream through a ring of stages in shared memory.
 
 With n CTAs, each computes every n-th group. Results overwrite the rows in the stage, and a TMA copy writes them to
-device memory. Beyond the array's last row, copies read zeros and write nothing.
+device memory. After the array's last row, copies read zeros and write nothing.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels.norm.row_block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`rows` is the number of rows per group, whole blocks that fill one stage. `programs` is the number of CTAs per
+    """`rows` is the number of rows per group, whole blocks that fill one stage. `programs` counts the CTAs per
     multiprocessor."""
 
     rows: int
@@ -48,8 +48,8 @@ class Stream:
     ) -> Any:
         """For each group of rows, call `carry = step(first_row, stages, wait, carry)`, and return the last carry.
 
-        `step` gets one stage per array of `sources`. The stages hold the group's rows after `step` has called `wait()`.
-        `step` overwrites the i-th stage with the result for the i-th array of `targets`.
+        `step` gets one stage per array of `sources`, filled when `wait()` returns. It overwrites the i-th stage with
+        the result for the i-th array of `targets`.
         """
         rows = self.config.rows
         groups = -(-sources[0].shape[0] // rows)
@@ -73,7 +73,7 @@ class Stream:
             for target, stage_buffer in zip(targets, stages, strict=False):
                 plgpu.copy_smem_to_gmem(stage_buffer.at[stage], target.at[group_rows(i)], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
-            # The next stage to fill is free when a TMA copy has read the previous group's results from it.
+            # The next stage is free when a TMA copy has read the previous group's results from it.
             ring.fetch(
                 i + self.config.stages - 1, prepare=functools.partial(plgpu.wait_smem_to_gmem, 1, wait_read_only=True)
             )

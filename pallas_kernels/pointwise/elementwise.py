@@ -1,8 +1,7 @@
 """One kernel for every element-wise formula, which is passed as an argument.
 
-A CTA applies the formula to one block, consecutive elements of a row. A row spans the trailing axes along which each
-array either has all elements or is constant. The last CTA of a row also computes the elements after the last whole
-block.
+A CTA applies the formula to one block, consecutive elements of a row. A row spans trailing axes along which each array
+either has all elements or is constant. A row's last CTA also computes the elements after the last whole block.
 """
 
 import dataclasses
@@ -20,20 +19,18 @@ from pallas_kernels.core.layouts import LANES, quotient, remainder
 from pallas_kernels.core.tiles import kernel
 
 _ELEMENTS = (8, 4, 2, 1)
-"""Candidates for the elements per thread. The largest that leaves `_WANTED_PROGRAMS` CTAs is taken. Numbers from 4 to
-32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
+"""Candidates for the elements per thread. Numbers from 4 to 32 were equally fast: docs/lab/2026-11-21-pointwise.md."""
 _UNFILLED_ELEMENTS = 4
 """Maximum elements per thread with fewer than `_WANTED_PROGRAMS` CTAs. Not tuned."""
 _MIXED_ELEMENTS = 2
-"""Maximum elements per thread with mixed dtypes. Only vectors with equally many elements per load can be combined, and
-a load has at most 8 bytes (Mosaic GPU's strided layout)."""
+"""Maximum elements per thread with mixed dtypes. Mosaic GPU combines only vectors with equally many elements per load,
+of at most 8 bytes."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 ALIGNMENT = 4
-"""Elements per widest access of a thread, 16 bytes (CUDA C++ Programming Guide, device memory accesses)."""
+"""Elements per widest access of a thread, 16 bytes (CUDA C++ Programming Guide)."""
 _LONG_ROW = 4 * LANES
-"""Wanted length of rows: 16 bytes of float32 per thread. Shorter rows are extended by earlier axes, along which arrays
-are broadcast in memory."""
+"""Wanted length of rows: 16 bytes of float32 per thread. Earlier axes extend shorter rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +63,12 @@ def _heuristic(formula, *arrays, shape=None):
 def elementwise(
     formula: Callable, *arrays: Array, shape: tuple[int, ...] | None = None, config: Config
 ) -> Array | tuple[Array, ...]:
-    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting, in one pass over the arrays.
+    """Compute `formula(*arrays)` element by element, with NumPy's broadcasting. Results have the first array's dtype.
 
     Args:
       formula: maps one vector per array to a vector or a tuple of vectors. Floats are passed as float32, integers
         unchanged.
-      shape: shape of the result; by default the shape to which the arrays broadcast.
-
-    Returns:
-      An array for each vector that the formula returns, in the first array's dtype.
+      shape: shape of the results; by default the shape to which the arrays broadcast.
     """
     shape = _result_shape(arrays, shape)
     dtype, size = arrays[0].dtype, math.prod(shape)
@@ -100,7 +94,7 @@ def elementwise(
                 ref[pl.ds(row * rows.length + start, length)] = value.astype(dtype)
 
         def compute_remainder(i, _):
-            # A vector beyond the end of the row begins earlier, and recomputes elements.
+            # The last vector begins earlier if the row ends within it, and recomputes elements.
             compute(jnp.minimum(blocks * length + i * LANES, rows.length - LANES), LANES)
 
         compute(block * length, length)
@@ -154,7 +148,7 @@ class Rows:
 
     Attributes:
       count, length: number of rows, and elements per row.
-      lead, leads: sizes of the axes before a row's axes, for `shape` and for each array.
+      lead, leads: sizes of the axes before `axis`, for `shape` and for each array.
       spans_row: for each array, whether it has all elements of a row.
     """
 

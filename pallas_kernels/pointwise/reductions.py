@@ -1,7 +1,6 @@
 """One kernel for every sum of an element-wise formula, which is passed as an argument.
 
-A CTA sums part of a row to one element, or part of a block of columns to one sum per column. XLA adds the sums of the
-parts.
+A CTA sums part of a row to one element, or part of a block of columns to one sum per column. XLA adds the parts.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from pallas_kernels.pointwise.elementwise import (
 _WANTED_PROGRAMS = 2048
 """CTAs to aim for. More were slower for sums along columns: docs/lab/2026-11-21-pointwise.md."""
 _ROW_ELEMENTS, _COLUMN_ELEMENTS = 16, 4
-"""Maximum elements of a vector per thread, which keeps one sum per element along columns. Not tuned."""
+"""Maximum elements of a vector per thread. Along columns, each element has a separate sum. Not tuned."""
 _MIXED_ELEMENTS = 2
 """Maximum elements per thread with mixed dtypes, as in `elementwise.py`."""
 
@@ -51,9 +50,9 @@ class _Walk:
     """An order in which a sum over some axes reads memory in long contiguous pieces.
 
     Attributes:
-      shape: shape of the data that the kernel reads, with the axes in the order `order`.
+      shape: shape of the data that the kernel reads.
       axis, along_columns: the kernel sums over `axis`, and over all later axes unless `along_columns`.
-      order: order of the axes, or None if they are not transposed.
+      order: order to which the axes are transposed, or None.
       columns: if not None, the data is reshaped to this number of columns, and padded with zeros to at least `LANES`.
       remaining_axes: axes of the kernel's result over which XLA sums.
     """
@@ -110,9 +109,8 @@ class _Walk:
 class _Sums:
     """The `count * blocks` sums that a kernel computes, each over `steps` vectors of `length` elements.
 
-    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, a sum is a
-    vector, and the data is a stack of `count` matrices of `blocks` blocks of columns each. Each step adds the next
-    row's vector.
+    Along rows, `count` is the number of rows, `blocks` is 1, and a sum is one element. Along columns, the data is a
+    stack of `count` matrices of `blocks` blocks of columns each, and each step adds the next row's vector to a sum.
     """
 
     rows: Rows
@@ -127,7 +125,7 @@ class _Sums:
         return self.length if self.along_columns else 1
 
     def place(self, row: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row that a step reads, and the index in this row of the vector's first element. Along columns, the
+        """Return the row that a step reads, and the index of the first element that it reads there. Along columns, the
         last two blocks may overlap."""
         if self.along_columns:
             return row * self.steps + step, jnp.minimum(block * self.length, self.rows.length - self.length)
@@ -167,15 +165,12 @@ def _heuristic(formula, *arrays, axes):
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def sum_over(formula: Callable, *arrays: Array, axes: Sequence[int], config: Config) -> Array | tuple[Array, ...]:
-    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in one pass over the arrays, in a fixed
-    order. If a row does not end with a whole vector, XLA sums the remaining elements.
+    """Compute `Σ formula(*arrays)` over some axes of the broadcast shape, in a fixed order. Results are float32, with
+    size 1 along `axes`. XLA sums a row's elements after the last whole vector.
 
     Args:
       formula: as in `elementwise`.
-      axes: axes to sum over, counted from the front.
-
-    Returns:
-      A float32 array for each vector that the formula returns, with size 1 along `axes`.
+      axes: counted from the front.
     """
     full_shape = jnp.broadcast_shapes(*(a.shape for a in arrays))
     kept_shape = tuple(1 if axis in axes else size for axis, size in enumerate(full_shape))
@@ -211,11 +206,11 @@ def _sums_of_rows(formula, arrays, walk, config, outputs):
 
 
 def _sums_of_columns(formula, arrays, walk, config, outputs):
-    """Return sums over `walk.axis`. Later axes must have enough elements for one vector."""
+    """Later axes than `walk.axis` must have enough elements for one vector."""
     rows = walk.rows(arrays)
     sums = walk.sums(rows, config.length)
     results = _launch(formula, rows.flatten(arrays), sums, config.splits, outputs)
-    # Elements of the last vector that overlap the vector before it are dropped.
+    # Drop elements of the last vector that overlap the vector before it.
     ends = (sums.blocks - 1) * config.length
     tail = rows.length - ends
     results = [jnp.concatenate([y[:, :ends], y[:, sums.blocks * config.length - tail :]], axis=1) for y in results]

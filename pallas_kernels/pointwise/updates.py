@@ -23,15 +23,15 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
-"""Elements per thread and list, if there are then `_WANTED_PROGRAMS` CTAs. Sixteen float32 per list would take most
-registers. Not tuned."""
+"""Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Sixteen float32 would take most registers. Not
+tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19
 """Maximum average elements per array. The kernel was faster than XLA with 128,000, but not with 1,024,000:
 docs/lab/2026-11-23-lenet.md."""
 ARRAYS = 64
-"""Maximum arrays of each list per launch. The compile time grows faster than this number. Not tuned."""
+"""Maximum arrays of each list per launch. The compile time grows faster than linearly. Not tuned."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 Arrays = Sequence[Array]
@@ -57,8 +57,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Unless results are in place, XLA copies every array in a training loop, one launch per array. XLA is faster for
-    # large arrays, because it can fuse the update with the gradient.
+    # Unless results are in place, XLA copies each array in a separate launch. XLA is faster for large arrays, because it
+    # can fuse the update with the gradient.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS
@@ -76,11 +76,11 @@ def updates(
 ) -> tuple[list[Array], ...]:
     """For every i, compute `formula(scalars, *changed, *constant)` element by element on the i-th arrays of all lists.
 
-    The results have the structure and dtypes of `changed`, and use its memory. XLA first copies arrays that are still
-    needed. The kernel runs only on GPUs and in the simulator.
+    The results have the dtypes of `changed`, and use its memory. XLA first copies arrays that are still needed. The
+    kernel runs only on GPUs and in the simulator.
 
     Args:
-      formula: maps a list of float32 scalars, and one float32 block per list, to one new block per list of `changed`.
+      formula: maps a list of scalars, and one float32 block per list, to one new block per list of `changed`.
       scalars: `(n,)`, float32.
       changed: lists of arrays to replace, each list of one dtype. The i-th arrays of all lists have the same shape.
     """

@@ -126,8 +126,8 @@ def write_next_state(new_state, state, fires, last_layer, part, slices):
 
 @dataclasses.dataclass(frozen=True)
 class OutputGradients:
-    """The gradients with respect to the next state of a group of cells, summed as in `tick_backward`. `write` writes
-    them to shared memory for cells that fire, and to `dkept_out` for others."""
+    """The gradients with respect to a group's next state, summed as in `tick_backward`. `write` writes them to shared
+    memory for cells that fire, and to `dkept_out` for others."""
 
     team: Team
     fires: Any

@@ -1,7 +1,6 @@
 """Division of a tick (time step) of an automaton among CTAs and warpgroups.
 
-A CTA computes one group of cells at a time. Their rows (plan.py) must fit in shared memory, and all multiprocessors
-should have groups.
+A CTA computes one group of cells at a time. Their rows (plan.py) must fit in shared memory.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from pallas_kernels.logic.automaton.plan import Plan
 
 _SLICE = 4
 """Cells per slice of a group. Each slice has separate rows of shared memory. A row of four float32 is a thread's widest
-access (CUDA C++ Programming Guide). Longer rows would begin in fewer banks."""
+access. Longer rows would begin in fewer banks."""
 _CELLS = (2 * _SLICE, _SLICE, 2, 1)
 """Candidates for the cells per group. A third slice would not fit in shared memory. Fewer than four cells were slower:
 docs/lab/2026-11-22-automata.md."""
@@ -42,7 +41,6 @@ class Config:
 
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
-      programs: number of CTAs.
       lanes: maximum lanes that one warpgroup computes per step.
       lookahead: steps by which wires and coefficients are fetched ahead.
       totals_in_registers: whether the coefficients' gradients are summed in registers, not in device memory.
@@ -108,8 +106,8 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
 
 
 def _simulable(config: Config) -> Config:
-    """Return `config`, in the simulator with one CTA and one warpgroup. The simulator treats a gather or scatter as an
-    access to all rows, and would report data races that do not exist."""
+    """Return `config`, in the simulator with one CTA and one warpgroup. It would otherwise report false data races,
+    because it treats a gather or scatter as an access to all rows."""
     return config if simulating() is None else dataclasses.replace(config, programs=1, warpgroups=1)
 
 

@@ -84,7 +84,7 @@ class Circuit:
 
 
 class _GatesBackward(NamedTuple):
-    """Operands of the backward of a part's gates. `total` has the sums of dc in device memory, or is None. `consumers`
+    """Operands of the backward of a part's gates. `total` has the sums of dc if they are in device memory. `consumers`
     has the rows to which consumers write gradients, two row numbers per integer."""
 
     gates: _Gates
@@ -112,8 +112,7 @@ class Backward:
         plan, team = self.circuit.plan, self.circuit.team
         for number, (i, part) in sorted(enumerate(_parts(plan, team)), key=lambda numbered: -numbered[1][0]):
             fetch, compute = functools.partial(self.fetch, i, part), functools.partial(self.compute, number, i, part)
-            # `read` runs before the previous step's barrier. The last layer has none, because the previous step writes
-            # its inputs.
+            # The last layer has no `read`, because the previous step writes its inputs.
             read = functools.partial(self.read, part) if i + 1 < len(plan.layers) else None
             yield Step(fetch, compute, part.is_last, read)
         table = plan.consumers.kernel_sums
@@ -215,8 +214,8 @@ def copy_totals(plan, team, source, destination):
 
 
 def add_totals(plan, team, rows, sums, before, after):
-    """Write `before + sums` to `after`, where `sums` are a warpgroup's sums of dc. If warpgroups divide a part's
-    slices, the second warpgroup passes its sums to the first through shared memory."""
+    """Write `before + sums` to `after`. `sums` are a warpgroup's sums of dc. If warpgroups divide a part's slices, the
+    second passes its sums to the first through shared memory."""
     parts, left = _parts(plan, team), {}
     for number, (_, part) in enumerate(parts):
         if team.shares_slices(part, rows.shape[0]):

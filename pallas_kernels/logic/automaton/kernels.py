@@ -1,7 +1,6 @@
 """One tick (time step) of a logic cellular automaton, and its backward: see docs/kernels/logic.md.
 
-A CTA computes one group of cells after another, with one gate per lane. plan.py has the rows of shared memory, gates.py
-the gates, and schedule.py the order of the computation.
+A CTA computes one group of cells after another, with one gate per lane. plan.py explains the rows of shared memory.
 """
 
 import functools
@@ -38,8 +37,9 @@ def tick(coefficients: Array, wires: Array, state: Array, fires: Array | None, *
     Args:
       coefficients: `(plan.coefficient_firsts[-1], 4)` float32, one row for lanes with equal coefficients, and zero for
         lanes without a gate.
-      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane, with the rows a and b of `plan.forward_layers`.
-      state: `(cells channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
+      wires: `(plan.gates,)` int32, `a + (b << 16)` for each lane. a and b are rows of shared memory, numbered as in
+        `plan.forward_layers`.
+      state: `(cells * channels + padded_lanes(channels),)`, cell by cell, followed by unused elements.
       fires: `(cells,)` int32, 0 for cells that keep their state; None if every cell fires.
     """
     return launch(
@@ -101,20 +101,20 @@ def tick_backward(
     plan: Plan,
     config: Config,
 ) -> tuple[Array, Array, Array]:
-    """Return (dseen, dkept, total). dseen is the gradient with respect to the states of the nine cells that each cell
-    sees. dkept is the gradient with respect to the states that cells keep if they do not fire. total has the gradients
-    with respect to the coefficients, one sum per CTA and lane.
+    """Return (dseen, dkept, total). For each cell, dseen is the gradient with respect to the states of the nine cells
+    that it sees, and dkept with respect to the state that it keeps if it does not fire. total is the gradient with
+    respect to the coefficients, with a separate sum for each CTA.
 
     The arguments dseen and dkept are results of the next tick's backward. The gradient with respect to a cell's next
     state is its dkept plus its gradients in the dseen of the nine cells that see it.
 
     Args:
       coefficients, state, fires: as in `tick`.
-      wires: as in `tick`, but with the rows of `plan.layers`.
-      consumers: int32, the tables of `Plan.consumers`.
-      dseen: `(cells neighborhood + plan.inputs.lanes,)` float32, cell by cell, followed by unused elements.
+      wires: as in `tick`, but with rows numbered as in `plan.layers`.
+      consumers: int32, the tables of `plan.consumers`.
+      dseen: `(cells * plan.neighbourhood + plan.inputs.lanes,)` float32, followed by unused elements as in `state`.
       dkept: float32 of the state's shape.
-      total: `(programs, plan.gates, 4)` float32, the sums of later ticks.
+      total: `(config.programs, plan.gates, 4)` float32, the sums of later ticks.
     """
     return launch(
         functools.partial(_tick_backward, plan=plan, config=config),

@@ -3,13 +3,11 @@
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
 called kernels, each evaluated once per channel.
 
-A row has one float32 for each cell that a CTA computes at a time. The rows of the inputs come first, in the order
-(position in the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate,
-kernel, channel).
+A row has one float32 per cell. The rows of the inputs come first, in the order (position in the neighborhood, channel).
+The rows of the gates follow layer by layer, in perception in the order (gate, kernel, channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
-finished layers. The consumers of a row, the gates that read it, write their gradients to separate rows, which tables
-list.
+finished layers. The consumers of a row are the gates that read it. They write their gradients to separate rows.
 """
 
 import dataclasses
@@ -50,7 +48,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes of an automaton on a grid, which determine its rows of shared memory.
+    """The sizes that determine an automaton's rows of shared memory.
 
     Attributes:
       batch: number of grids.
@@ -177,8 +175,8 @@ class Table:
 
 class ConsumerTables(NamedTuple):
     """Tables that list, for each row of a layer or of the inputs, the rows to which its consumers write gradients.
-    `kernel_sums` lists only the row of perception's first kernel. The other kernels' rows follow at distances of
-    `channels`."""
+    `kernel_sums` lists only the row for perception's first kernel. The rows for the next kernels follow, each
+    `channels` rows later."""
 
     layers: tuple[Table, ...]
     inputs: Table
@@ -190,8 +188,8 @@ class GradientRows:
     """Rows of shared memory for gradients.
 
     Attributes:
-      firsts: for each layer, the first row of its gates' gradients, first for inputs a, then for inputs b. Except in
-        the update's first layer, these rows are reused after the layer before has read them.
+      firsts: for each layer, the first row of the gradients with respect to its gates' inputs: all a, then all b.
+        Except in the update's first layer, these rows are reused after the layer before has read them.
       kernel_sums: rows for the gradients of the inputs of perception's first layer, summed over kernels, in the order
         (a or b, gate, channel).
     """

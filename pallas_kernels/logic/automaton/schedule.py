@@ -1,7 +1,7 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-The lanes of a layer are divided into parts, whose values fit in one warpgroup's registers. A warpgroup computes one
-step per part, and fetches a step's operands from device memory a few steps earlier.
+The values of a part, a range of a layer's lanes, fit in one warpgroup's registers. A warpgroup computes one step per
+part, and fetches a step's operands from device memory a few steps earlier.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Part:
     """A range of a layer's lanes that one warpgroup computes at a time.
 
     Attributes:
-      first, offset: the part's first row in shared memory, and first lane within the layer.
+      first, offset: first row in shared memory, and first lane within the layer.
       is_alone: whether too few lanes are left for all warpgroups. Then one warpgroup computes the part, or each
         computes it for one slice of the cells.
     """
@@ -45,9 +45,9 @@ class Step:
     Attributes:
       fetch: returns the operands from device memory.
       compute: takes the operands, and the result of `read` if it is not None.
-      is_last: whether a barrier follows, because the layer ends.
-      read: None, or a function that takes the operands and reads inputs from shared memory. It runs before the previous
-        step's barrier, where the warpgroup would wait. The previous step must not write these inputs.
+      is_last: whether a barrier follows.
+      read: takes the operands, and reads inputs from shared memory before the previous step's barrier, where the
+        warpgroup would wait. The previous step must not write these inputs.
     """
 
     fetch: Callable[[], Any]
@@ -58,7 +58,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """The division of work among the warpgroups of a CTA, seen from the warpgroup with index `warpgroup`."""
+    """A CTA's warpgroups, seen from the warpgroup with index `warpgroup`."""
 
     config: Config
     warpgroup: Any
