@@ -43,7 +43,6 @@ GATE_SUMS = 4
 
 
 def lane_blocks(block: Any, blocks: int, length: int = LANES) -> list[Any]:
-    """Return the slices of the batch for CTA `block`."""
     return [pl.ds((block * blocks + k) * length, length) for k in range(blocks)]
 
 
@@ -236,19 +235,18 @@ def gradients_by_input(
 # ---------------------------------------------------------------------- input and coefficients gradients for short rows
 
 _SHORT_ROW = 512
-"""Largest batch for which two kernels, for dx and dc, are faster than one: docs/lab/2026-11-22-trees.md."""
+"""Largest batch for which separate kernels for dx and dc are faster: docs/lab/2026-11-22-trees.md."""
 _SHORT_ROW_IN_L2 = 1024
-"""Largest batch for which two kernels are faster if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
+"""The same limit if x fits in the L2 cache: docs/lab/2026-11-22-logic.md."""
 _L2_SHARE = 0.8
 """Largest fraction of the L2 cache for x, because dy also needs the cache. Not tuned."""
 _INPUTS, _CONSUMERS = 4, 4
-"""Maximum inputs per CTA, and consumers per input that a CTA reads at once. Not tuned; docs/lab/2026-11-22-logic.md."""
+"""Maximum inputs per CTA, and consumers per input that it reads at once. Not tuned: docs/lab/2026-11-22-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: `inputs` inputs, and one lane block of `length` examples. The CTA reads `consumers` consumers per
-    input at once."""
+    """Tile of a CTA: `inputs` inputs, `consumers` consumers per input at once, and one lane block of `length` examples."""
 
     inputs: int
     consumers: int

@@ -45,23 +45,19 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
-    # At least two gates have loads in flight.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 
 @kernel(unsupported=_unsupported, heuristic=_heuristic)
 def forward(coefficients: Array, graph: Graph, x: Array, *, config: Config) -> Array:
     """Compute `y[g, n] = c[g, 0] + c[g, 1] * x[a[g], n] + c[g, 2] * x[b[g], n] + c[g, 3] * x[a[g], n] * x[b[g], n]` for
-    gate g and example n.
+    gate g and example n, in float32. The result has x's dtype.
 
     CTAs take the gates in the order of an Euler trail, in which neighboring gates share an input.
 
     Args:
       coefficients: `(gates, 4)`.
       x: `(inputs, N)`, with N a multiple of `LANES`.
-
-    Returns:
-      `(gates, N)` in x's dtype, computed in float32.
     """
     gates, N = graph.trail.shape[1], x.shape[1]
 

@@ -28,13 +28,13 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA, which computes several small layers as one matrix product.
-Measured with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA. Measured with 8,000 and 64,000 gates:
+docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A config without fields, because each thread computes one gate."""
+    """Each thread computes one gate."""
 
 
 def _unsupported(*arrays: Any, table: Table) -> str | None:
@@ -61,7 +61,7 @@ def mixture_gradient(dc: Array, logits: Array, *, table: Table, config: Config) 
     """Return dlogits. Both kernels run only on GPUs and in the simulator.
 
     Args:
-      dc: `(*gates, 4)`, float32, the gradient with respect to the result of `mixture`.
+      dc: `(*gates, 4)`, float32.
       logits: `(*gates, functions)`, float32.
       table: for each function, its four integer coefficients.
     """

@@ -30,7 +30,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """`height` and `width` are the size of the padded image, and `rows` and `columns` the size of the pooled output."""
+    """`height` and `width` are the size of the padded image, and `rows` and `columns` of the pooled output."""
 
     height: int
     width: int
@@ -53,7 +53,7 @@ class Geometry:
         return row * (self.pool[0] * self.stride[0] * self.width) + column * (self.pool[1] * self.stride[1])
 
     def step(self, place: tuple[int, int]) -> int:
-        """Return the distance in pixels from the first position of a pooling window to position `place`."""
+        """Return the distance in pixels from a pooling window's first position to `place`."""
         return place[0] * self.stride[0] * self.width + place[1] * self.stride[1]
 
     def leaf_pixels(self, leaves: Array) -> Array:
@@ -71,15 +71,14 @@ class Tree:
 
     def load_leaves(self, x_ref: Any, first: Any, lanes: Any, geometry: Geometry) -> list[list[Array]]:
         steps = [geometry.step(place) for place in geometry.places]
-        # One address per leaf is enough. The other positions are constant distances away.
+        # One address per leaf: the other positions are constant distances away.
         rows = [x_ref.at[pl.ds(first + pixel, 1 + steps[-1])] for pixel in self.pixels]
         return [[row[step, lanes].astype(jnp.float32) for row in rows] for step in steps]
 
     def gather_leaves(
         self, numbers: Any, N: int, first: Any, lanes: Any, place: Array, geometry: Geometry
     ) -> list[Array]:
-        """Return one vector per leaf of the flattened image `numbers`. `place` has each lane's position in the pooling
-        window."""
+        """Load from the flattened image `numbers`. `place` has each lane's position in the pooling window."""
         lane = lane_and_column(LANES, 1)[0]
         step = lane * 0
         for i, pool_place in enumerate(geometry.places[1:], start=1):

@@ -1,8 +1,8 @@
 """Convolutions whose filters are trees of gates, and the gradients of the coefficients and of the leaves.
 
 A CTA of `forward` computes rows of the pooled output for one tree and 128 examples, one per lane. `leaf_gradients`
-recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` adds the
-gradients of the leaves to the gradient of the image.
+recomputes the tree at the position of the largest value in each pooling window. `trees_input_gradient` then adds the
+gradients of the leaves.
 """
 
 import functools
@@ -24,7 +24,7 @@ from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, u
 _PROGRAMS = 4
 """Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit at 128 registers per thread."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
+"""Windows whose leaves a CTA reads at once. Not tuned: docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):
@@ -50,12 +50,11 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return (y, indices): the largest value of each tree in each pooling window, and the first position with this
-    value.
+    """Return the largest value of each tree in each pooling window, and the index of the first position with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`, one tree per kernel.
-      leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the convolution's window.
+      leaves: `(kernels, leaves, 3)` int32: each leaf's channel, and its row and column in the window.
       x: `(channels, height, width, N)` including padding, with N a multiple of `LANES`.
 
     Returns:

@@ -69,7 +69,7 @@ def input_gradient(
       dleaves, places, leaves: as in `leaf_gradients`.
       readers, reader_offsets: int32. The leaves that read channel c are
         `readers[reader_offsets[c] : reader_offsets[c + 1]]`, each a number `kernel * leaves + leaf`.
-      size: channels, height, and width of the image without its padding.
+      size: channels, height, and width without the padding.
       padding: rows above the image, and columns to its left.
     """
     (channels, height, width), N = size, dleaves.shape[-1]
@@ -92,7 +92,7 @@ def input_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Bands:
-    """The division of the unpadded image into bands of `rows` rows."""
+    """The unpadded image, divided into bands of `rows` rows."""
 
     rows: int
     height: int
@@ -107,7 +107,7 @@ class _Bands:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Distance between neighboring pooling windows, in rows and in columns of the image."""
+        """Distance between neighboring pooling windows in rows and columns of pixels."""
         return self.pool[0] * self.stride[0], self.pool[1] * self.stride[1]
 
     def windows(self, leaf_row: Any, rows: int) -> tuple[Any, Any]:

@@ -163,7 +163,7 @@ def gradients(
 
 @kernel(unsupported=_backward_unsupported, heuristic=_input_gradient_heuristic)
 def input_gradient(t: Array, normalised: Array, inv_std: Array, *, config: Config) -> Array:
-    """Return only dx, as in `layer_norm.gradients`, from `t = dy * scale` and x̂."""
+    """Return only `layer_norm.gradients`' dx, in x̂'s dtype, from `t = dy * scale` and x̂."""
     return _launch_input_gradient(t, normalised, inv_std, None, config)[0]
 
 

@@ -57,8 +57,8 @@ def _unsupported(formula, scalars, changed, constant):
 def _heuristic(formula, scalars, changed, constant):
     launches = 2  # the first launch computes the scalars
     arrays, elements = sum(a.size > 0 for a in changed[0]), sum(a.size for a in changed[0])
-    # Unless results are in place, XLA copies each array in a separate launch. XLA is faster for large arrays, because it
-    # can fuse the update with the gradient.
+    # Unless results are in place, XLA copies each array in a separate launch. For large arrays, XLA is faster, because
+    # it can fuse the update with the gradient.
     if arrays <= launches or not CHANGES_IN_PLACE or elements > arrays * _MAX_ELEMENTS:
         return None
     enough = elements >= LANES * _ELEMENTS * _WANTED_PROGRAMS

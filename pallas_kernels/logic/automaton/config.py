@@ -32,18 +32,18 @@ _FORWARD_PROGRAMS = 2
 _RESERVED_BYTES = 2048
 """Bytes of shared memory per CTA for Mosaic GPU's barrier, which takes fewer. Not tuned."""
 _MAX_CONSUMERS = 32
-"""Maximum consumers per input or gate, whose gradients unrolled code sums. Not tuned."""
+"""Maximum consumers per input or gate. Unrolled code sums their gradients. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Division of a tick among CTAs and warpgroups.
+    """Tile of a CTA.
 
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
       lanes: maximum lanes that one warpgroup computes per step.
       lookahead: steps by which wires and coefficients are fetched ahead.
-      totals_in_registers: whether the coefficients' gradients are summed in registers, not in device memory.
+      totals_in_registers: whether registers, not device memory, sum the coefficients' gradients.
     """
 
     cells: int
@@ -85,8 +85,7 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # A CTA with one group cannot fetch wires during an earlier group. These lanes and lookahead were the fastest:
-        # docs/lab/2026-11-22-automata.md.
+        # These lanes and lookahead were the fastest: docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)

@@ -53,7 +53,7 @@ class Plan:
     Attributes:
       batch: number of grids.
       perception: gates per kernel in each layer of perception.
-      output_consumers: for each layer but the last, the most consumers of an output.
+      output_consumers: most consumers of an output, for each layer but the last.
       neighbour_consumers: most consumers of an input in perception's first layer.
       centre_consumers: most consumers of an input from the center cell in the update's first layer.
     """
@@ -161,8 +161,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at index
-    `first` of a longer array."""
+    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at `first` in a
+    longer array."""
 
     first: int
     consumers: int

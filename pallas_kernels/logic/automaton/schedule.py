@@ -1,7 +1,6 @@
 """The order in which the warpgroups of a CTA compute the lanes of all layers.
 
-The values of a part, a range of a layer's lanes, fit in one warpgroup's registers. A warpgroup computes one step per
-part, and fetches a step's operands from device memory a few steps earlier.
+A warpgroup computes one step per part of a layer, and fetches a step's operands from device memory a few steps earlier.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from pallas_kernels.logic.automaton.config import WARPGROUPS, Config
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A range of a layer's lanes that one warpgroup computes at a time.
+    """A range of a layer's lanes, whose values fit in one warpgroup's registers.
 
     Attributes:
       first, offset: first row in shared memory, and first lane within the layer.
