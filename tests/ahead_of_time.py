@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.core.device import Device, targeting
 
-# XLA's cost model reads sizes that `Device` lacks. They are Hopper's.
+# XLA's cost model reads Hopper's sizes, which `Device` lacks.
 _TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
@@ -50,7 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{device.kind}"
 """
 
-# Autotuning would run programs. Without it, cuBLAS computes some products. XLA's code is not optimized, to save time.
+# Autotuning would run programs. XLA's code is not optimized, to save time.
 _OPTIONS = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
@@ -71,21 +71,18 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def gpus(device: Device, count: int = 1) -> Iterator[Sequence[jax.Device]]:
-    """Yield `count` GPUs of one host as targets of compilation."""
     major, minor = device.capability
     target = _TARGET.format(device=device, major=major, minor=minor, shared_per_core=device.shared_bytes + 1024)
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
-    # Mosaic GPU reads the architecture from the default device, but the size of shared memory from this machine's GPU.
+    # Mosaic GPU would read the size of shared memory from this machine's GPU.
     memory = artificial_shared_memory_limit(device.shared_bytes)
     with targeting(device), jax.default_device(topology.devices[0]), memory:
         yield topology.devices
 
 
 def kernels_compiled(device: Device, function: Callable, *structs: Any) -> int:
-    """Compile `function` of arrays like `structs` for a GPU, and return the number of kernels.
-
-    A program without a kernel is only lowered. A compiler that refuses raises an error, or LLVM ends the process.
-    """
+    """Return the number of kernels. Without kernels, the program is only lowered. A compiler that refuses raises an
+    error, or LLVM ends the process."""
     with gpus(device) as (gpu,):
         sharding = jax.sharding.SingleDeviceSharding(gpu)
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), structs)

@@ -53,7 +53,6 @@ def _results(layer, call):
 
 
 def assert_agree(ours, twin, x, tolerance=1e-5, call=lambda layer, x: layer(x)):
-    """Compare dtypes, values, gradients, and later variables."""
     (run, states), (run_twin, states_of_twin) = _results(ours, call), _results(twin, call)
     both = jax.jit(lambda states, states_of_twin, x: (run(states, x), run_twin(states_of_twin, x)))
     found, wanted = map(jax.tree.leaves, both(states, states_of_twin, x))

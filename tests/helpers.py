@@ -50,7 +50,7 @@ def of_floats(op, arrays):
 
 
 def value_and_gradients(op):
-    """Return the jitted function `(arrays, cotangents) -> (results, gradients)` of an op's floating arrays."""
+    """Return the jitted function `(arrays, cotangents) -> (results, gradients)`."""
 
     @jax.jit
     def run(arrays, cotangents):
@@ -87,10 +87,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare an op with its twin in JAX or Flax, which computes in float64.
-
-    With `implementations`, one program computes all of them.
-    """
+    """Compare an op with its twin in JAX or Flax, which computes in float64. One program has all implementations."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     ops = {name: functools.partial(op, implementation=name) for name in implementations or ()} or {"op": op}
@@ -250,10 +247,7 @@ def kernel_results(function, *arrays):
 
 @contextlib.contextmanager
 def skipped_outputs(module, *indices):
-    """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros.
-
-    Kernels that cannot skip run as usual.
-    """
+    """Return a context in which the kernels of a module skip these entries of `out`, which are then zeros."""
 
     def skipping(*arrays, out, skippable=(), **options):
         if not {*indices} <= {*skippable}:

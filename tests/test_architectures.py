@@ -105,7 +105,7 @@ def _with_kernels(name, place, dtype, precision):
 def _programs(architecture):
     chosen = {}
     for name, entry in ENTRIES.items():
-        # A pair's forward and backward call every kernel. For Hopper, other tests run all places on a GPU.
+        # A pair's forward and backward call every kernel. For Hopper, tests on a GPU run all places.
         one = entry.like or architecture == "9.0" or re.search("_backward|_with_", name)
         places = [*entry.real][: 1 if one else None]
         chosen.setdefault(entry.like or name, []).extend((name, place, None) for place in places)
@@ -114,10 +114,10 @@ def _programs(architecture):
     for name in chosen:
         if not re.search("_backward|_with_", name):
             cases = [(None, "bfloat16", "default"), (None, "float32", "default"), (None, "float32", "highest")]
-            # None leaves some ops to XLA on other GPUs than Hopper, but explicit kernels must compile.
+            # None leaves some ops to XLA on GPUs other than Hopper.
             if architecture != "9.0":
                 cases.append((next(iter(ENTRIES[name].real)), "float32", "highest"))
-            # Only this op's kernel for Hopper takes half precisions and not float32.
+            # Only this op's Hopper kernel refuses float32.
             elif name == "conv2d_relu_max_pool2d":
                 cases.extend((place, "bfloat16", "default") for place in ENTRIES[name].real)
             for case in cases:

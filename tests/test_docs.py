@@ -147,7 +147,7 @@ def test_nearly_every_formula_of_the_sheet_is_typeset(formula_sheet):
     text = "".join(formula_sheet.pages().values())
     typed = [code for code in re.findall(r"`([^`]*)`", text) if re.search(r" = |Σ", code)]
     assert text.count("$") > 200
-    # The rest are calls of functions by their names, and indices that only NumPy supports.
+    # The rest are calls by name, and indices that only NumPy supports.
     assert all("(" in code or "[" in code for code in typed) and len(typed) <= 5, typed
 
 
@@ -188,7 +188,7 @@ def figures(tables):
 
 @pytest.fixture
 def book(tables, figures, tmp_path, monkeypatch):
-    """Return `book(text, **reports)`, which renders a page with these results."""
+    """Return `book(text, **reports)`, which renders a page."""
     docs = tmp_path / "docs"
     monkeypatch.setattr(figures.measurements, "DOCS", docs)
     (docs / "results").mkdir(parents=True)
@@ -513,7 +513,6 @@ def test_every_family_of_the_summary_has_its_page_and_its_rows(figures):
 
 
 def test_a_workload_has_one_time_in_all_tables_of_the_book(tables, figures):
-    """A figure of the bench that two files have could differ between tables."""
     words = [word for page in tables.pages() for word in re.findall(r"<!-- table: (\w+ .*) -->", page.read_text())]
     shown = {name for kind, *names in map(str.split, words) if kind == "works" for name in names}
     values = {}

@@ -72,7 +72,7 @@ def test_its_commands_are_those_that_ci_runs():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_it_links_to_or_names_are_there(document):
-    # A table that is not measured yet names a file that does not exist yet.
+    # An unmeasured table names a file that does not exist yet.
     text = re.sub(r"^\*Not measured yet.*$", "", document.read_text(), flags=re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     named = re.findall(r"`((?:docs|experiments|jaxbp|pallas_kernels|tests)/[\w/.]*)`", text)

@@ -37,7 +37,7 @@ def module_of(path):
 
 
 def circle(graph):
-    """Return modules that import each other in a cycle, the first one twice, or an empty list."""
+    """Return modules that import each other in a cycle, the first one twice, or []."""
     finished, trail = set(), []
 
     def visit(module):
@@ -55,7 +55,7 @@ def circle(graph):
 
 
 def import_graph(sources):
-    """Map each module to the modules of `sources` that it imports, even within functions."""
+    """Map each module to the modules that it imports, even within functions."""
     return {
         module: {
             target

@@ -9,10 +9,8 @@ needs_icarus = pytest.mark.skipif(shutil.which("iverilog") is None, reason="need
 
 
 def simulate(source, x):
-    """Return the outputs of a module of one-bit assignments for samples `(inputs, samples)` of 0 and 1.
-
-    This evaluator accepts only what `to_verilog` writes. Verilog's ~ & ^ | have the precedence of Python's.
-    """
+    """Return the outputs of a module, as `to_verilog` writes it, for samples `(inputs, samples)` of 0 and 1. Verilog's
+    ~ & ^ | have the precedence of Python's."""
     lines = [line.strip() for line in source.splitlines()]
     assert re.fullmatch(r"module \w+ \(", lines[0]) and lines[-1] == "endmodule"
     values = {}

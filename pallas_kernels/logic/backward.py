@@ -246,7 +246,8 @@ _INPUTS, _CONSUMERS = 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class InputConfig:
-    """Tile of a CTA: `inputs` inputs, `consumers` consumers per input at once, and one lane block of `length` examples."""
+    """Tile of a CTA: `inputs` inputs, with `consumers` consumers each at once, and one lane block of `length`
+    examples."""
 
     inputs: int
     consumers: int

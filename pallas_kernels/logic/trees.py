@@ -50,7 +50,7 @@ def forward(
     pool: tuple[int, int],
     config: Config,
 ) -> tuple[Array, Array | None]:
-    """Return the largest value of each tree in each pooling window, and the index of the first position with this value.
+    """Return each tree's largest value in each pooling window, and the index of the first position with this value.
 
     Args:
       coefficients: `(kernels, gates, 4)`, one tree per kernel.

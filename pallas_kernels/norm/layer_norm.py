@@ -7,8 +7,8 @@ store its `offset`, the mean minus the row's first element. Rounding a mean far 
 `x - mean`.
 
 A CTA of `normalise` computes one row. A CTA of `gradients` computes a block of columns of dx for some rows, and its
-part of dscale and dbias. A row may not fit in registers, so each pass reads it again. Without shared memory, the
-kernels also run in the interpreter.
+part of dscale and dbias. A row may not fit in registers, so each pass reads it again. The kernels use no shared memory,
+so they also run in the interpreter.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _SUMMED_COLUMNS = 4096
 _SUMMED_ROWS = 32
 """Maximum rows per CTA of `gradients`. Not tuned."""
 _PROGRAMS = 4
-"""Wanted CTAs of `gradients` per multiprocessor. CTAs get several rows only if this many remain. Not tuned."""
+"""Fewest CTAs of `gradients` per multiprocessor if CTAs get several rows. Not tuned."""
 
 
 @dataclasses.dataclass(frozen=True)

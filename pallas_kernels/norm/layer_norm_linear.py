@@ -2,9 +2,9 @@
 
     dw = s * scale + db biasᵀ,    dscale = Σ w * s,    dbias = Σ w * db.
 
-x̂ is LayerNorm's normalized input, and dz is the gradient with respect to the dense layer's output. `s = dzᵀ x̂` and
-`db = Σ dz` are sums over the rows. dscale and dbias are sums over the outputs. A CTA computes a tile of dw and the
-tile's terms of dscale and dbias. XLA adds the terms.
+x̂ is LayerNorm's normalized input, w the dense layer's weights, and dz the gradient with respect to its output.
+`s = dzᵀ x̂` and `db = Σ dz` are sums over the rows. dscale and dbias are sums over the dense layer's outputs. A CTA
+computes a tile of dw and the tile's terms of dscale and dbias. XLA adds the terms.
 """
 
 import dataclasses

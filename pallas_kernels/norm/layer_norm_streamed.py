@@ -24,7 +24,7 @@ _RINGS_BYTES = 192 * 1024
 """Maximum bytes for all rings on a multiprocessor, from sweeps on an H200 with 228 KiB of shared memory:
 docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
-"""Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide, compute capability 8.x and newer)."""
+"""Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide)."""
 _OVERHEAD_BYTES = 3 * 1024
 """Shared memory of a CTA besides its ring: 2 KiB for Mosaic's sums across warps, 1 KiB for barriers."""
 

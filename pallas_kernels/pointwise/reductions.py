@@ -34,12 +34,8 @@ _MIXED_ELEMENTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of `sum_over`.
-
-    Attributes:
-      length: elements per vector, a multiple of `LANES`.
-      splits: parts of each sum, one CTA per part.
-    """
+    """`length` is the number of elements per vector, a multiple of `LANES`. `splits` CTAs compute the parts of a
+    sum."""
 
     length: int
     splits: int

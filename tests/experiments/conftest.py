@@ -75,7 +75,7 @@ def press_ctrl_c():
 
 @pytest.fixture(scope="module")
 def prepared_once():
-    """Compile training once for all runs of a module with the same model and settings."""
+    """Compile once for all runs of a module with equal settings."""
     prepare = training.prepare
 
     @functools.cache

@@ -9,7 +9,7 @@ from jaxbp.mapped_axis import mapped_axis_first
 
 
 def saves_along_another_axis(x):
-    """The mapped axis is at another position than in the result of `jnp.sin`."""
+    """`jnp.sin`'s result has the mapped axis elsewhere."""
     y = jnp.moveaxis(jnp.sin(jnp.moveaxis(x, 0, 1)), 1, 0)
     return y, (x,)
 

@@ -26,7 +26,7 @@ def on_mesh(array, *spec, axes=AxisType.Auto):
 
 @pytest.fixture
 def product():
-    """Return a kernel, its formula `(x, w) -> (x w, sum of x)`, and the shapes of x that the kernel got."""
+    """Return a kernel, its formula `(x, w) -> (x * w, sum of x)`, and the shapes of x that the kernel got."""
     seen = []
 
     def formula(x, w):

@@ -70,7 +70,7 @@ class Cells:
         return (grid * plan.height + row) * plan.width + column, valid
 
     def seen_elements(self, part):
-        """Return `(lanes, count)` indices in the state for a part of the inputs' rows, and whether these exist."""
+        """Return the indices of a part's inputs in the state, `(lanes, count)`, and whether they exist."""
         C = self.plan.channels
         lane, column = lane_and_column(part.lanes, self.count)
         lane = lane + part.offset
@@ -148,7 +148,8 @@ class OutputGradients:
         return gather_elements(self.dkept, elements.place), dseen, fires
 
     def seen(self, cells, elements):
-        """Yield, for each cell that sees an element, its index in dseen, and whether the cell exists."""
+        """For each of the nine cells that see an element, yield the index of the element's gradient in dseen, and
+        whether the cell exists."""
         plan = cells.plan
         channel = elements.place - elements.cell * plan.channels
         for p in range(NEIGHBOURS):

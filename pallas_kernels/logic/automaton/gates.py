@@ -179,7 +179,7 @@ class Backward:
         return _sum_consumers(cells, plan.consumers.layers[i], consumers)
 
     def sum_kernels(self, part, firsts):
-        """`firsts[0]` has each lane's row for the first kernel."""
+        """`firsts[0]` has each lane's row for perception's first kernel."""
         plan = self.circuit.plan
 
         def sum_slices(slices):

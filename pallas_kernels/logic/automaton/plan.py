@@ -97,12 +97,12 @@ class Plan:
 
     @functools.cached_property
     def coefficient_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first row of coefficients, and then the number of rows."""
+        """Index of each layer's first row of coefficients, followed by the number of all rows."""
         return tuple(itertools.accumulate((layer.coefficients for layer in self.layers), initial=0))
 
     @functools.cached_property
     def gate_firsts(self) -> tuple[int, ...]:
-        """Index of each layer's first lane among all lanes, and then the number of lanes."""
+        """Index of each layer's first lane among all lanes, followed by the number of all lanes."""
         return tuple(itertools.accumulate((layer.lanes for layer in self.layers), initial=0))
 
     @property
@@ -161,8 +161,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at `first` in a
-    longer array."""
+    """A table with `consumers` row numbers per lane, two per integer. Its `(pairs, lanes)` integers begin at `first` in
+    a longer array."""
 
     first: int
     consumers: int

@@ -17,7 +17,6 @@ def test_each_program_is_timed_with_its_memory(tmp_path):
     adapters, every = report["rows"]
     assert [adapters["wanted"], every["wanted"]] == ["adapters", "all"]
     assert all(row["microseconds"] > 0 and row["temporary_bytes"] > 0 for row in report["rows"])
-    # Ranks of 4 give each layer 4 * (128 + 512) parameters in bfloat16.
     assert every["result_bytes"] > adapters["result_bytes"] >= 2 * 2 * 4 * (128 + 512)
 
 

@@ -20,7 +20,7 @@ POSITIONS = 2
 
 @pytest.fixture(autouse=True, scope="module")
 def quick(toy_config, prepared_once, tmp_path_factory):
-    """To save time, compile once, write equal arrays once, draw no curves, and wait for no disk."""
+    """Compile once, write equal arrays once, draw no curves, and wait for no disk."""
     save, written = checkpoints.save_state, []
 
     def saved(folder, arrays):
@@ -266,7 +266,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
 
 
 def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_path, capsys, monkeypatch):
-    for at in range(7):  # for the checkpoint, metrics, curves, and checksums: each file, then its folder
+    for at in range(7):  # checkpoint, metrics, curves, checksums: file, then folder
         run_dir, written = Path(shutil.copytree(runs["cut"], tmp_path / str(at))), []
 
         def full(descriptor, at=at, written=written):

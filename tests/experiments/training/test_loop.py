@@ -263,7 +263,7 @@ def test_variables_that_are_no_parameters_stay_as_they_are(toy_config):
 
 
 def scaled_epoch(values, scale, steps=8):
-    """Minimize `4 p` in float16 with Adam. The loss of each batch is multiplied by one of the values."""
+    """Minimize `4 * p` in float16. Each batch's loss is multiplied by one of the values."""
 
     def loss(p, factor, target):
         return (p.astype(jnp.float16) * jnp.float16(4)).astype(jnp.float32) * factor, target

@@ -38,7 +38,7 @@ def assert_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def whole_run(toy_config, prepared_once, tmp_path_factory):
-    """Return the directory of an undisturbed run. Tests only read it."""
+    """Tests only read this run's directory."""
     config = toy_config(run_dir=tmp_path_factory.mktemp("runs") / "whole")
     # The function-scoped fixture does not cover fixtures of a module.
     with jax.default_matmul_precision("highest"):
@@ -92,7 +92,7 @@ def test_a_run_leaves_its_config_metrics_curves_and_two_checkpoints(toy_config, 
 
 
 FILES = [".lock", "checkpoints", "config.json", "curves.png", "files.sha256", "metrics.jsonl"]
-# Files are written in this order: the settings, the metrics after each epoch, the curves, the checksums.
+# Order of files: the settings, the metrics after each epoch, the curves, the checksums.
 INTERRUPTIONS = [("file", number) for number in (0, 1, 4, 5, 6)] + [("checkpoint", number) for number in (1, 3)]
 
 

@@ -39,7 +39,7 @@ import jaxbp
 from jaxbp.catalogue import BATCH, CATALOGUE
 from pallas_kernels.core.simulator import simulated
 
-# test_formulas.py tests entries that differ from another entry only in their formula.
+# test_formulas.py tests entries that differ only in their formula.
 DISTINCT = [entry for entry in CATALOGUE if not entry.like]
 NAMES = [entry.name for entry in DISTINCT]
 PLACES = [(entry.name, place) for entry in DISTINCT for place in entry.real]
@@ -99,7 +99,6 @@ def _hessian_products(name, implementation):
 
 @every_op
 def test_autodiff_matches_finite_differences(name):
-    """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         arrays, cotangents = drawn(name, dtype="float64")
         run = compiled(name, None, "autodiff")
@@ -230,12 +229,12 @@ def _check_at_place(name, place, implementation, dtype, batch):
     arrays, exact = drawn(name, place, dtype, batch), reference(name, place, dtype, batch)
     actual = compiled(name, place, implementation)(*arrays)
     if name.startswith("mlp") and dtype != "float32":
-        # A few in a thousand of a hidden layer's rounded ReLU inputs change their sign, and gradients jump there in
-        # every implementation. The error of a bias of ten numbers may differ twofold by chance.
+        # A few in a thousand of a hidden layer's rounded ReLU inputs change their sign, where gradients jump. The
+        # error of a bias of ten numbers may differ twofold by chance.
         found, native = (_rms_errors(name, place, i, dtype, batch) for i in (implementation, "autodiff"))
         assert (found <= np.maximum(TOLERANCE[dtype], 1.2 * native)).all()
     elif place and name.startswith("logic_conv2d_or_pool2d") and "backward" not in name:
-        # Float64 may select another maximum of nearly equal values, so the reference uses the indices found here.
+        # Float64 may select another of nearly equal maxima, so the reference uses these indices.
         ((logits, wires, x), (dy, *_)), options = arrays, case_of(name, place).options
         _, places = jaxbp.logic_conv2d_or_pool2d_with_indices(
             logits, wires, x, **options, implementation=implementation
@@ -366,7 +365,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
     of_results = [of_shards(c.shape != d.shape) for c, d in zip(cotangents, halves, strict=True)]
 
     def loss(arrays, cotangents):
-        # The loss is linear, so it is the sum over devices even if a result is a sum over the batch.
+        # A linear loss is the sum over devices even if a result is a sum over the batch.
         y = floats(op(*arrays))
         return jax.lax.psum(sum(jnp.sum(a * c) for a, c in zip(y, cotangents, strict=True)), "shard")
 
@@ -387,7 +386,7 @@ def test_shard_map_over_the_batch_gives_the_gradients_of_the_whole(name, impleme
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @every_pair_of_ours
 def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, axes):
-    # XLA partitions formulas. An op computes on explicit axes as on automatic axes.
+    # An op computes on explicit axes as on automatic axes.
     if axes == AxisType.Auto and (implementation, name) not in (("pallas", "layer_norm"), ("pallas", "gate_layer")):
         return
     mesh = jax.make_mesh((8,), ("examples",), axis_types=(axes,))
@@ -404,7 +403,7 @@ def test_on_a_mesh_the_gradients_are_those_of_one_device(name, implementation, a
         results = program(*placed)
     # Near a tie, float64 may select another maximum than float32.
     assert_close(results, compiled(name, place, implementation)(arrays, cotangents), "float32")
-    # If a formula reads other gates or cells, XLA gathers all of their examples on every device.
+    # For a formula that reads other gates or cells, XLA gathers their examples.
     assert "all-gather" not in program.as_text() or (implementation == "xla" and name in READS_OF_OTHERS)
 
 
@@ -438,7 +437,7 @@ def test_the_elementwise_ops_can_be_exported_to_every_platform_at_once():
 
 
 def _export(*names):
-    """An export for one platform may contain calls that other versions of XLA do not support."""
+    """An export for one platform may contain calls that other versions of XLA refuse."""
 
     def run(arrays):
         return {name: op_of(name, None, "xla")(*arrays[name]) for name in names}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import ENTRIES, assert_close, is_float, kernel_results
 
-# Op, real case, batch, dtype -> results per kernel of the forward and backward, for all and for single gradients.
+# Op, case, batch, dtype -> results per kernel of forward and backward, for all and for single gradients.
 PROGRAMS = {
     ("conv2d", "conv2", 1024, "float32"): ([], {"all": [2], 0: [], 1: [2]}),
     ("conv2d_relu_max_pool2d", "block1", 128, "float32"): ([2], {"all": [1, 1], 0: [1], 1: [1]}),

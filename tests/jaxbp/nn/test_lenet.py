@@ -53,7 +53,6 @@ PARAMETERS = {
     "fc3.weight": (10, 84),
     "fc3.bias": (10,),
 }
-# The order within a stage is free.
 CHAIN = (
     {"logits"},
     {"fc3.weight", "fc3.bias", "fc3.input"},

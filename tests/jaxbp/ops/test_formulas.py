@@ -102,7 +102,6 @@ def moved(drawn, direction, by):
 
 @every_family
 def test_autodiff_matches_finite_differences(family):
-    """The tests below compare the other implementations with autodiff."""
     with jax.enable_x64(True):
         at, direction = drawn_family(family, "float64"), directions(family, "float64")
         run = compiled_family(family, "autodiff", public=True)
@@ -367,7 +366,7 @@ def test_singular_points_give_what_calculus_and_ieee_say(name, implementation):
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-30)
 
 
-# Where a derivative jumps or is infinite, the second derivative is taken on the first derivative's side.
+# Where a derivative jumps or is infinite, the second derivative is one-sided, like the first.
 SECOND = {
     # op -> (options, argument, other arguments, second derivative with respect to the argument)
     "binary_cross_entropy": ({}, [0.0, 1.0, 0.5], [[0.0, 1.0, 0.0]], [1, 1, 4]),
@@ -403,7 +402,7 @@ def test_the_second_derivatives_of_power_in_both_arguments_are_no_nan_at_0_to_th
 
 
 def test_a_power_in_kernels_keeps_its_digits_at_large_exponents():
-    # exp(x2 ln x1) would multiply the logarithm's rounding error by x2, which gives 1e-5 at x2 = 100.
+    # exp(x2 ln x1) would multiply the logarithm's rounding error by x2: 1e-5 at x2 = 100.
     base, exponent = jnp.linspace(0.5, 2, 64), jnp.linspace(50, 100, 64)
     (dx1, dx2) = jaxbp.power_backward(jnp.ones(64), base, exponent, implementation="pallas")
     wide = np.asarray(base, np.float64), np.asarray(exponent, np.float64)

@@ -309,7 +309,7 @@ def test_the_same_op_without_the_mistake_passes(mistake):
     check(right, *args, order=2, **settings).raise_if_failed()
 
 
-# Compilers keep the order of a sum of three numbers, but may rewrite expressions with constants, such as `a / 10 * 3`.
+# Compilers keep the order of a sum of three numbers, but may rewrite `a / 10 * 3`.
 def first_two_first(a):
     return (a[0] + a[1]) + a[2]
 
@@ -323,10 +323,7 @@ def equal_but_for_rounding(a, b):
 
 
 def by_other_roundings(share):
-    """The backward adds up each argument in the other order.
-
-    The gradient of a is `share(u, v) dy`, where u and v are the sums of a and b.
-    """
+    """The backward sums in the other order. The gradient of a is `share(sum of a, sum of b) * dy`."""
 
     def backward(dy, a, b):
         u, v = last_two_first(a), first_two_first(b)

@@ -1,6 +1,6 @@
 """Autodiff never fails a check, for any data and dtype.
 
-The tests check a few combinations. This command checks all of them, and the whole catalogue:
+The tests check a few combinations. To check all of them, and the catalogue:
 
     python tests/jaxbp/verify/test_no_false_alarm.py --processes 14
     python tests/jaxbp/verify/test_no_false_alarm.py functions

@@ -17,14 +17,8 @@ from jaxbp.verify import EXTRA_DATA, CheckResult, CheckRow, check
 
 @dataclasses.dataclass(frozen=True)
 class WrongBackward:
-    """A forward with a wrong backward.
-
-    Attributes:
-      source: the issue in which the mistake was reported.
-      slip: the mistake.
-      settings: arguments of `check`.
-      positive: whether the arguments are positive.
-    """
+    """A forward with a wrong backward. `source` is the issue that reported it, `slip` the mistake, and `settings` are
+    arguments of `check`."""
 
     op: str
     source: str

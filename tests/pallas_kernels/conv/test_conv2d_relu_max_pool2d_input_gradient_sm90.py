@@ -30,7 +30,7 @@ def operands(draw, K, P, Q, C, F, N=LANES, dtype="float32"):
 
 
 def integers(*shapes):
-    """Products and sums of small integers are exact on the tensor cores."""
+    """The tensor cores compute with small integers exactly."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 

@@ -28,7 +28,7 @@ def operands(draw, K, P, Q, C, F, *, N=LANES, dtype="float32"):
 
 
 def integers(*shapes):
-    """Products and sums of small integers are exact on the tensor cores."""
+    """The tensor cores compute with small integers exactly."""
     random = np.random.default_rng(0)
     return [jnp.asarray(random.integers(-3, 4, shape), jnp.float32) for shape in shapes]
 
@@ -37,7 +37,6 @@ exact_gradient = functools.partial(weights_gradient_interpreted, window=WINDOW)
 
 
 def gradient(*arrays):
-    """Run the kernel, even for batches where it does not pay."""
     return tensor_cores.weights_gradient(*arrays, window=WINDOW, config=config_of(*arrays))
 
 
@@ -50,8 +49,8 @@ def pooled_shapes(block, N=LANES):
     return jax.eval_shape(lambda: operands(normal, *BLOCKS[block], N=N))
 
 
-# Rows of the image form the tiles of "image" (one CTA for a window's positions) and "lenet1" (two). In the other
-# blocks, rows of the routed gradient form the tiles.
+# Tiles are rows of the image in "image" (one CTA for a window's positions) and "lenet1" (two), else of the routed
+# gradient.
 BLOCKS = {
     "image": (8, 2, 3, 2, 3),
     "gradient": (16, 2, 2, 4, 5),

@@ -11,7 +11,7 @@ from pallas_kernels.conv.depthwise_conv1d import Config, convolve, gradients
 from pallas_kernels.core.device import HOPPER, targeting
 from pallas_kernels.core.simulator import simulated
 
-# name -> (batch, width, channels), filter width, padding before and after, tile. Widths are no multiples of a tile.
+# name -> (batch, width, channels), filter width, padding before and after, tile
 SIZES = {
     "causal": ((2, 21, 128), 4, 3, 0, Config(128, 8)),
     "one element per filter": ((1, 9, 256), 1, 0, 0, Config(128, 16)),

@@ -13,8 +13,6 @@ WIDTH, ROWS = 4, 40
 
 
 def run(rows, places, table, values):
-    """Gather rows from shared and device memory, gather and scatter elements, sum, and repeat a column over a block."""
-
     def body(rows_ref, places_ref, table_ref, values_ref, *results, one):
         del one
         gathered, mirrored, elements, scattered, sums, again, shared = results

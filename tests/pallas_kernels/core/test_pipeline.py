@@ -46,7 +46,6 @@ def doubled(x, stages):
 
 
 def doubled_by_consumer(x, stages):
-    """A producer warpgroup fetches the rows."""
     rows = x.shape[0]
 
     def body(x_ref, y_ref, ring_ref, loaded, free, *, program, warpgroup):

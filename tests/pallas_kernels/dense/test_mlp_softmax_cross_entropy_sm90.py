@@ -37,7 +37,7 @@ def both(x, labels, weights, biases, dy):
 
 
 def check(results, x, labels, weights, biases, dy):
-    """Compare both kernels with float64. The reference backward takes ReLU's masks from the rounded forward."""
+    """The float64 backward takes ReLU's masks from the rounded forward."""
     loss, logits, hidden, gradients = jax.tree.map(lambda a: np.asarray(a, np.float64), results)
     weights, biases = ([np.asarray(a, np.float64) for a in arrays] for arrays in (weights, biases))
     labels, h = np.asarray(labels), np.asarray(x, np.float64)[: weights[0].shape[1]].T
@@ -66,7 +66,6 @@ def at_once(x, labels, weights, biases, dy):
 
 
 def check_at_once(results, x, labels, weights, biases, dy):
-    """Compare rows and gradients with float64, and layers' gradients with float64 sums over these rows."""
     check(results[0], x, labels, weights, biases, jnp.ones_like(dy))
     x, dy, (_, _, hidden, gradients), (dx, *layers) = jax.tree.map(
         lambda a: np.asarray(a, np.float64), (x, dy, *results)

@@ -121,7 +121,7 @@ def test_they_lower_for_cuda(wires, N, dtype):
     assert text.count("custom_call @mosaic_gpu") == (2 if wires in WIRES and N <= kernels._SHORT_ROW_IN_L2 else 1)
 
 
-# The size that an H200's driver reports, and the size in XLA's target configuration of an H200.
+# An H200's size as its driver reports it, and in XLA's target configuration.
 L2_BYTES = (HOPPER.l2_bytes, 50 * 2**20)
 
 

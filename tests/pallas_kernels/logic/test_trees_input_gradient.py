@@ -49,7 +49,7 @@ def _of_four_by_four():
 
 @pytest.mark.skipif(missing() is not None, reason=f"needs {missing()}")
 def test_sums_in_shared_memory_are_read_after_they_were_added_to(tmp_path):
-    # Unless the kernel enforces the order, LLVM writes the zeros to which the sums were set.
+    # Without fences in the kernel, LLVM writes the zeros to which the sums were set.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[3], Path(__file__).parents[2])))
     subprocess.run([sys.executable, __file__], check=True, env=environment)

@@ -1,8 +1,9 @@
 """Differences from JAX and Flax:
 
-- `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count. - The default stride
-of jaxbp's pools is the window. In Flax, the default stride is 1. - jaxbp's pools take only a batch and windows of two
-axes. They refuse a padding of a whole window. - JAX has no gradient of a dilated maximum.
+- `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count.
+- The default stride of jaxbp's pools is the window, but 1 in Flax.
+- jaxbp's pools take only a batch and windows of two axes. They refuse a padding of a whole window.
+- JAX has no gradient of a dilated maximum.
 """
 
 import functools
@@ -103,7 +104,7 @@ def test_dilated_pools_are_reduce_window(padding, implementation):
     options = dict(window=(2, 3), stride=(1, 2), padding=padding, dilation=(3, 2), implementation=implementation)
     mean = lambda x: lax.reduce_window(x, 0.0, lax.add, *geometry) / 6  # noqa: E731
     compare_with_twin(functools.partial(jaxbp.avg_pool2d, **options), mean, normal((2, 2, 7, 8)))
-    # All elements differ, so the maximum's value determines where the gradient goes.
+    # All elements differ, so each maximum has one position.
     x = distinct(2, 2, 7, 8)
     y, vjp = jax.vjp(functools.partial(jaxbp.max_pool2d, **options), x)
     np.testing.assert_array_equal(y, lax.reduce_window(x, -jnp.inf, lax.max, *geometry))
@@ -123,7 +124,7 @@ def test_ceil_mode_pools_the_rest_of_the_input(implementation):
     expected = jnp.zeros((3, 5)).at[1, 1].set(1).at[1, 3].set(2).at[1, 4].set(3)
     expected = expected.at[2, 1].set(4).at[2, 3].set(5).at[2, 4].set(6)
     np.testing.assert_array_equal(vjp(jnp.arange(1.0, 7).reshape(y.shape))[0][0, 0], expected)
-    # The mean of a window at the edge is over the elements that exist.
+    # A mean at the edge is over the elements that exist.
     mean, vjp = jax.vjp(functools.partial(jaxbp.avg_pool2d, **options), x)
     np.testing.assert_allclose(mean[0, 0], [[4, 6, 7.5], [11.5, 13.5, 15]], rtol=1e-6)
     shares = [[0.25, 0.25, 0.25, 0.25, 0.5], [0.25, 0.25, 0.25, 0.25, 0.5], [0.5, 0.5, 0.5, 0.5, 1]]

@@ -294,7 +294,7 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize(
     ("rows", "classes", "reduced"),
     [
-        # The maxima, the sums, and dx are reduced once per chunk, but dw and the loss once in all.
+        # Maxima, sums, and dx are reduced once per chunk, dw and the loss once in all.
         (None, "model", [["[64]", "[64]"], ["[64]", "[64]", "[64]"], ["[64,32]"]]),
         ("data", None, [["[1024,32]"], ["[]"]]),
         ("data", "model", [["[32]", "[32]"], ["[32]", "[32]", "[32]"], ["[32,32]"], ["[256,32]"], ["[]"]]),

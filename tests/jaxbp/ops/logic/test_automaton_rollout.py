@@ -259,7 +259,6 @@ def test_half_precision_states_are_computed_in_float32():
 
 
 def test_kept_memory_grows_as_the_policy_says():
-    """Measure, in states, the memory of the compiled gradient for 64 to 256 ticks."""
     wires, (logits, state, _) = deeper(), operands(deeper(), (4, 32, 32))
 
     def states(memory, steps):

@@ -28,7 +28,7 @@ from jaxbp.logic.gates import PARAMETERS
 from jaxbp.ops.logic import gate_layer as op
 from pallas_kernels.core.device import BLACKWELL, BLACKWELL_RTX, HOPPER, targeting
 
-# The relaxed functions as in the literature, and their derivatives with respect to a and b.
+# The relaxed functions, and their derivatives with respect to a and b.
 RELAXED = [
     (lambda a, b: 0 * a, lambda a, b: 0 * a, lambda a, b: 0 * a),
     (lambda a, b: a * b, lambda a, b: b, lambda a, b: a),
@@ -244,7 +244,7 @@ def test_no_gradient_of_a_gradient_scatters_into_one_place_twice(implementation)
 
 @pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
 def test_no_two_gates_read_one_copy_of_a_row(wires):
-    # If indices are declared unique, a GPU does not add two values that have the same index.
+    # With indices declared unique, a GPU does not add two values of one index.
     copies = np.asarray(op._copies_read(wires))
     assert len(set(copies)) == 2 * wires.gates
     assert np.array_equal(copies // wires.max_fan_out, np.stack([wires.a, wires.b], axis=1).ravel())
@@ -264,7 +264,7 @@ def test_gradients_of_gradients_match_float64(wires):
 
 @ours
 def test_a_gradient_of_a_gradient_in_half_precision_is_rounded_once(implementation):
-    # The logits' gradient is a sum. Rounded terms could overflow although the sum does not.
+    # Rounded terms could overflow although their sum does not.
     dy, logits, x = (a.astype(jnp.float16) for a in normal((3, 6), (6, 16), (3, 5), seed=6))
 
     def second(dtype):
@@ -314,7 +314,6 @@ def test_none_takes_the_kernels_on_every_gpu_that_runs_them(gpu):
     loss = lambda logits, x: jnp.sum(jaxbp.gate_layer(logits, SHARED, x) ** 2)  # noqa: E731
     with targeting(gpu):
         program = cuda_program(jax.value_and_grad(loss, (0, 1)), logits, x)
-    # The kernels compute y, dx, and, for a short batch, the coefficients' gradient.
     assert program.count("custom_call @mosaic_gpu") == 3
 
 

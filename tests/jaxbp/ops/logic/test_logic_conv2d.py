@@ -28,11 +28,10 @@ from pallas_kernels.logic.tree_windows import Config
 from pallas_kernels.logic.trees_input_gradient import input_gradient
 
 WIRES = TreeWires.random(3, 4, (3, 2), seed=0)
-# Kernel 0 reads one position four times. Kernel 1 reads the window's corners. No kernel reads channel 1.
+# Kernel 0 reads one position four times, kernel 1 the corners. No kernel reads channel 1.
 SHARED = TreeWires.from_leaves(
     [[[0, 1, 1]] * 4, [[2, 0, 0], [2, 0, 2], [2, 2, 0], [2, 2, 2]], [[0, 1, 1], [2, 1, 1], [0, 0, 1], [0, 1, 1]]], 3, 3
 )
-# Tests of ties and of parametrizations cover windows without a stride.
 GEOMETRIES = {
     "stride and padding": dict(stride=(2, 1), padding=(1, 2)),
     "pool with a remainder, stride and padding": dict(pool=(2, 3), stride=(1, 2), padding=(2, 1)),
@@ -236,7 +235,6 @@ def test_a_kernel_computes_one_gradient_alone_in_the_simulator(skipped):
 
 
 def test_the_program_of_a_gradient_keeps_a_byte_for_each_pooled_output():
-    # The program keeps neither the gates' values nor the values at all positions.
     wires = TreeWires.random(16, 32, 3, seed=0)
     logits, x = jnp.zeros((32, 7, 16)), jnp.zeros((64, 16, 12, 12))
     op = functools.partial(jaxbp.logic_conv2d_or_pool2d, padding=1, implementation="xla")
@@ -261,7 +259,7 @@ def test_a_gradient_in_the_logits_alone_computes_none_in_the_image(pool):
     for arguments, gradients in (((0,), 0), ((0, 1), 1)):
         launched = set(re.findall(r"trees\w*?(?=_mosaic_gpu)", program("pallas", arguments, "cuda")))
         assert launched == {"trees", "trees_backward", *["trees_backward_input"] * gradients}
-    # The formula adds the gradient of each of a kernel's 8 leaves to the image's gradient.
+    # The formula adds each of a kernel's 8 leaves to the image's gradient.
     of_both, of_logits = (program("xla", which, "cpu").count("dynamic_update_slice") for which in ((0, 1), (0,)))
     assert of_both - of_logits == 8
 

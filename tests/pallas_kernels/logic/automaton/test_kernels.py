@@ -75,7 +75,7 @@ def jitted(automaton, config=None):
     ids=["two cells", "two slices"],
 )
 def test_simulated_kernels_are_the_formula(config, grid):
-    """The simulator would see a race between two warpgroups, because it treats a gather as a read of all rows."""
+    """The simulator treats a gather as a read of all rows, so two warpgroups would race."""
     arguments = operands(8, 3, [8, 4, 2], [32, 16, 8], True, grid, True)
     assert (arguments[0].orders[0][0] != np.arange(32)).any()
     with simulated():

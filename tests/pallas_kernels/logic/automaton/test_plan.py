@@ -14,7 +14,6 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
-    """A layer's writes do not touch its inputs, its consumers' gradients, or, later, the center's gradient."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     layers, rows, first_update = plan.layers, plan.gradients, len(plan.perception)
     written = [range(first, first + 2 * layer.lanes) for first, layer in zip(rows.firsts, layers, strict=True)]
@@ -34,7 +33,6 @@ def test_gradients_take_rows_that_nobody_reads_any_more(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_layers_of_the_forward_take_rows_that_nobody_reads_any_more(sizes):
-    """A layer's writes do not touch the previous layer and the inputs, and at the end the last layer."""
     plan = arrays_of.plan(jaxbp.Automaton.create(*sizes, True, seed=0), (1, 3, 3, sizes[0]))
     inputs, layers = range(plan.inputs.lanes), plan.forward_layers
     for before, layer in zip([plan.inputs, *layers], layers, strict=False):
