@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# JAX reads these variables when it starts. Python tracebacks take a tenth of the time. With more threads, a product in
-# the simulator would wait forever for threads.
+# JAX reads these variables when it starts. Tracebacks take a tenth of the time. With more threads, a product in the
+# simulator would wait forever for threads.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 if shutil.which("nvidia-smi") is None:

@@ -87,7 +87,7 @@ def dot(one, other):
 
 
 def compare_with_twin(op, twin, arrays, implementations=None):
-    """Compare an op with its twin in JAX or Flax, which computes in float64. One program has all implementations."""
+    """Compare an op with its twin in JAX or Flax, which computes in float64. One program runs all `implementations`."""
     cotangents = draw_cotangents(twin, arrays)
     expected = in_float64(value_and_gradients(twin), arrays, cotangents)
     ops = {name: functools.partial(op, implementation=name) for name in implementations or ()} or {"op": op}

@@ -37,8 +37,8 @@ def orders(
 
     Args:
       layers: for each layer, the inputs `(a, b)` of its gates.
-      turns: for each layer, `(2, gates)`. Gate g's gradient is term `turns[i][0, g]` of the sum for its input a, and
-        term `turns[i][1, g]` of the sum for its input b.
+      turns: for each layer, `(2, gates)`: each gate's position among the consumers of its input a, and of its input b.
+        The sum of the consumers' gradients has this order.
       rows: the row in shared memory of each input of the first layer. Other layers begin at multiples of 8.
     """
     found = []

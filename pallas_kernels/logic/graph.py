@@ -1,4 +1,4 @@
-"""The wires of a layer of two-input gates as a graph. The nodes are the inputs, and the edges are the gates."""
+"""The wires of a layer of two-input gates as a graph, whose nodes are the inputs and whose edges are the gates."""
 
 import dataclasses
 
@@ -22,8 +22,7 @@ class Graph:
       trail_inputs: `(inputs,)`, the inputs in the order of the trail.
       trail_consumers, trail_partners: `consumers` and `partners` in the order of `trail_inputs`. For each input, the
         gates through which the trail leaves it come first.
-      trail_places: `(gates,)`, for each gate, the index in `trail_consumers` at which the trail leaves an input through
-        it.
+      trail_places: `(gates,)`, each gate's index in `trail_consumers`, where the trail leaves an input through it.
       regular: whether all inputs have equally many consumers.
       max_fan_out: most consumers of an input.
     """

@@ -37,14 +37,15 @@ _PROGRAMS = 4
 
 @dataclasses.dataclass(frozen=True)
 class NormaliseConfig:
-    """`vector` is the number of elements that a CTA loads at once."""
+    """`vector` is the number of elements that a CTA loads at once, a multiple of its threads."""
 
     vector: int
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientsConfig:
-    """Tile of a CTA: `rows` rows and `columns` columns of dx, a multiple of `vector`. The CTA reads whole rows."""
+    """Tile of a CTA: `rows` rows and `columns` columns of dx. The CTA reads whole rows, `vector` elements at once.
+    `columns` is a multiple of `vector`."""
 
     vector: int
     rows: int

@@ -21,8 +21,7 @@ from pallas_kernels.norm.row_block import Block, Statistics, block_of
 from pallas_kernels.norm.row_stream import Config, Stream
 
 _RINGS_BYTES = 192 * 1024
-"""Maximum bytes for all rings on a multiprocessor, from sweeps on an H200 with 228 KiB of shared memory:
-docs/lab/2026-11-21-norm.md."""
+"""Maximum bytes for all rings on a multiprocessor, from sweeps on an H200: docs/lab/2026-11-21-norm.md."""
 _DRIVERS_BYTES = 1024
 """Shared memory that CUDA reserves per CTA (CUDA C++ Programming Guide)."""
 _OVERHEAD_BYTES = 3 * 1024
@@ -103,7 +102,7 @@ def _input_gradient_from_x_heuristic(t, x, *, eps):
 def normalise(
     x: Array, scale: Array, bias: Array | None, *, eps: float, center: bool, config: Config
 ) -> tuple[Array, Array | None, Array]:
-    """Return (y, offset, inv_std) as in `layer_norm.normalise`."""
+    """Compute `layer_norm.normalise`."""
     block, (programs, padded_rows) = block_of(x.shape[1]), _division(x.shape[0], config)
     row_statistic = jax.ShapeDtypeStruct((padded_rows,), jnp.float32)
     rows, *parameters = map(block.split_columns, (x, scale, bias) if center else (x, scale))
@@ -274,8 +273,6 @@ class _Backward(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class _InputGradient(Stream):
-    """If eps is None, the kernels read x̂, otherwise x."""
-
     eps: float | None
 
     def body(self, t, x, inv_std, dx, hat, stages, loaded, *, program):

@@ -147,7 +147,6 @@ class Rows:
         elements of a row, `flatten` broadcasts it in memory.
 
     Attributes:
-      count, length: number of rows, and elements per row.
       lead, leads: sizes of the axes before `axis`, for `shape` and for each array.
       spans_row: for each array, whether it has all elements of a row.
     """

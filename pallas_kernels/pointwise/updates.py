@@ -1,7 +1,7 @@
 """One kernel that applies an element-wise formula to many arrays, to update all parameters in one launch.
 
-Arrays come in several lists, such as parameters, moments, and gradients. A CTA computes one block of the i-th arrays of
-all lists.
+Arrays come in lists, such as parameters, moments, and gradients. A CTA computes one block of the i-th arrays of all
+lists.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ def test_equal_computations_on_two_sides_of_a_barrier_are_not_merged(barrier):
 
 
 def test_what_is_checkpointed_is_computed_again_in_the_backward_pass_and_not_before():
-    """The program keeps the inputs of 4 segments and 4 layers, a gradient, and one other array."""
+    """Kept are the inputs of 4 segments and 4 layers, a gradient, and one other array."""
     weights, x = jnp.ones((4, 4)), jnp.ones(10_000)
 
     def segment(x, weights):

@@ -98,7 +98,6 @@ def forward_heuristic(*arrays: Array, plan: Plan) -> Config | None:
     groups = -(-plan.cells // config.cells)
     if groups <= multiprocessors:
         return config
-    # The forward reuses rows, so that several CTAs may fit on a multiprocessor.
     resident = min(_FORWARD_PROGRAMS, _shared_limit() // (plan.forward_rows * config.cells * 4))
     turns = -(-groups // (resident * multiprocessors))
     return _simulable(Config(config.cells, -(-groups // turns), lanes=128, lookahead=2))

@@ -140,7 +140,7 @@ def _tick_backward(*refs, program, warpgroup, plan, config):
     refs = _TickBackwardRefs(*refs)
     team = Team(config, warpgroup, refs.barrier)
     total_in, total_out = refs.total.at[program], refs.total_out.at[program]
-    # Each of several groups adds its sums to `total_out`, to which `total_in` is first copied.
+    # Several groups add their sums to `total_out`, after a copy of `total_in`.
     is_copied = _groups_of_program(plan, config) > 1 and not config.totals_in_registers
     sums = None
     if config.totals_in_registers:

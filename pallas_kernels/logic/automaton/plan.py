@@ -51,7 +51,6 @@ class Plan:
     """The sizes that determine an automaton's rows of shared memory.
 
     Attributes:
-      batch: number of grids.
       perception: gates per kernel in each layer of perception.
       output_consumers: most consumers of an output, for each layer but the last.
       neighbour_consumers: most consumers of an input in perception's first layer.

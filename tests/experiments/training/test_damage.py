@@ -266,7 +266,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_that_of_another_epoch(name, runs,
 
 
 def test_a_full_disk_is_said_in_one_line_and_what_is_there_goes_on(runs, tmp_path, capsys, monkeypatch):
-    for at in range(7):  # checkpoint, metrics, curves, checksums: file, then folder
+    for at in range(7):  # checkpoint, metrics, curves, checksums: each file, then its folder
         run_dir, written = Path(shutil.copytree(runs["cut"], tmp_path / str(at))), []
 
         def full(descriptor, at=at, written=written):

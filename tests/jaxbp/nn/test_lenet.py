@@ -342,10 +342,8 @@ RESULTS = {
 
 
 def steps_of_the_backward(program):
-    """Yield (scope, number of values in the result) for each kernel of a backward.
-
-    Where XLA computes the backward of a pool, the step is a reshape.
-    """
+    """Yield (scope, number of values in the result) for each kernel of a backward. XLA's backward of a pool is a
+    reshape."""
     scopes = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', program, re.MULTILINE))
     step = re.compile(r"(@mosaic_gpu|\.reshape).* -> \(?tensor<([\dx]+)xf32>.* loc\((#loc\d+)\)$", re.MULTILINE)
     for by, shape, location in step.findall(program):

@@ -66,10 +66,8 @@ def public_backward(name, implementation, arrays, dy):
 
 @functools.cache
 def compiled_family(family, implementation, public=False):
-    """Return a jitted function whose result maps names to (results, gradients).
-
-    With `public`, the gradients of the public backward and of the pair follow.
-    """
+    """Return a jitted function whose result maps names to (results, gradients). With `public`, the gradients of the
+    public backward and of the pair follow."""
 
     def one(name, arrays, cotangents):
         y, vjp = jax.vjp(of_floats(op_of(name, None, implementation), arrays), *floats(arrays))

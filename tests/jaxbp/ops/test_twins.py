@@ -45,7 +45,7 @@ class Case:
     Attributes:
       arrays: the arguments, whose first axis is the batch.
       masked: the arrays that the last array, a mask, selects from.
-      unsupported: why the kernel does not take the call, or None.
+      unsupported: why the kernel refuses the call, or None.
     """
 
     ours: Callable

@@ -2,7 +2,7 @@
 
 - `jax.lax.conv_general_dilated` also takes negative paddings, lhs_dilation, and batch_group_count.
 - The default stride of jaxbp's pools is the window, but 1 in Flax.
-- jaxbp's pools take only a batch and windows of two axes. They refuse a padding of a whole window.
+- jaxbp's pools take only a batch and windows of two axes, and no padding of a whole window.
 - JAX has no gradient of a dilated maximum.
 """
 

@@ -148,7 +148,7 @@ def test_cells_that_do_not_fire_keep_their_state():
 
 @pytest.mark.parametrize("implementation", ["xla", "autodiff"])
 def test_rounding_errors_do_not_grow(implementation):
-    """The XNOR of 1 + e with itself is 1 + 2e. In ten ticks of six layers, this would grow to infinity."""
+    """The XNOR of 1 + e with itself is about 1 + 2 e, which would grow to infinity."""
     wires = automaton(periodic=True)
     xnor = lambda *shape: jnp.full((*shape, 16), -1e3).at[..., 9].set(1e3)  # noqa: E731
     logits = [xnor(wires.kernels, w.gates) for w in wires.perception], [xnor(w.gates) for w in wires.update]
