@@ -19,7 +19,8 @@ from pallas_kernels.logic.graph import Graph
 _LOAD_BYTES = 16
 """A thread's widest load (CUDA C++ Programming Guide)."""
 _PROGRAM_EXAMPLES = 512
-"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md."""
+"""Outputs per CTA, gates times examples: docs/lab/2026-11-22-logic.md. Shorter lane blocks with more gates keep as many
+loads in flight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ def _unsupported(coefficients, graph, x):
 
 def _heuristic(coefficients, graph, x):
     length = lane_block_length(x)
+    # At least two gates, if possible, have loads in flight at once.
     return Config(gates=largest_divisor(graph.a.shape[0], max(2, _PROGRAM_EXAMPLES // length)), length=length)
 
 

@@ -28,8 +28,8 @@ _WIDTH = 4
 Table = Sequence[Sequence[int]]
 
 _MIN_GATES = 2**15
-"""Fewest gates for which the kernels are faster than XLA. Measured with 8,000 and 64,000 gates:
-docs/lab/2026-11-24-logic.md."""
+"""Fewest gates for which the kernels are faster than XLA, which computes small layers as one matrix product. Measured
+with 8,000 and 64,000 gates: docs/lab/2026-11-24-logic.md."""
 
 
 @dataclasses.dataclass(frozen=True)

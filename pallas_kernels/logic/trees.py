@@ -24,7 +24,7 @@ from pallas_kernels.logic.tree_windows import Config, Geometry, Tree, as_rows, u
 _PROGRAMS = 4
 """Wanted CTAs of `leaf_gradients` per multiprocessor. Four fit at 128 registers per thread."""
 _MAX_COLUMNS_PER_TURN = 2
-"""Windows whose leaves a CTA reads at once. Not tuned: docs/lab/2026-11-22-trees.md."""
+"""Windows whose leaves a CTA reads at once. Not timed separately: docs/lab/2026-11-22-trees.md."""
 
 
 def _unsupported(*arrays, pool, **options):

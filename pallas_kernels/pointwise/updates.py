@@ -23,7 +23,7 @@ from pallas_kernels.pointwise.elementwise import unsupported_indices
 _ACCESS_BYTES = 16
 """A thread's widest access (CUDA C++ Programming Guide)."""
 _ELEMENTS = 8
-"""Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Not tuned."""
+"""Elements per thread and list, if they leave `_WANTED_PROGRAMS` CTAs. Sixteen would take most registers. Not tuned."""
 _WANTED_PROGRAMS = 1024
 """CTAs to aim for: several per multiprocessor. Not tuned."""
 _MAX_ELEMENTS = 2**19

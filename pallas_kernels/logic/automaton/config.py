@@ -37,7 +37,7 @@ _MAX_CONSUMERS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tile of a CTA.
+    """Division of a tick among CTAs and warpgroups.
 
     Attributes:
       cells: cells per group: one, two, or a multiple of four.
@@ -85,7 +85,8 @@ def heuristic(*arrays: Array, plan: Plan) -> Config | None:
     cells = min(candidates, key=lambda cells: groups(cells) * (cells + _CELLS_OF_LATENCY))
     programs = -(-plan.cells // (cells * groups(cells)))
     if groups(cells) == 1:
-        # These lanes and lookahead were the fastest: docs/lab/2026-11-22-automata.md.
+        # A CTA with one group cannot fetch wires during an earlier group. These lanes and lookahead were the fastest:
+        # docs/lab/2026-11-22-automata.md.
         return _simulable(Config(cells, programs, lanes=128, lookahead=4))
     # 128 lanes and a lookahead of four were slower: docs/lab/2026-11-23-automata-kernels.md.
     registers = sum(4 * -(-layer.lanes // (WARPGROUPS * LANES)) for layer in plan.layers)

@@ -3,8 +3,9 @@
 An automaton has layers of perception, followed by layers of the update. Perception consists of several circuits, here
 called kernels, each evaluated once per channel.
 
-A row has one float32 per cell. The rows of the inputs come first, in the order (position in the neighborhood, channel).
-The rows of the gates follow layer by layer, in perception in the order (gate, kernel, channel).
+A row has one float32 per cell of a slice (see config.py). The rows of the inputs come first, in the order (position in
+the neighborhood, channel). The rows of the gates follow layer by layer, in perception in the order (gate, kernel,
+channel).
 
 The forward reuses a layer's rows as soon as no later step reads them. In the backward, gradients reuse the rows of
 finished layers. The consumers of a row are the gates that read it. They write their gradients to separate rows.
