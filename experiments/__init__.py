@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-if sys.argv[:1] == ["-m"]:  # `python -m` has imported this package, but not yet run the command
+if sys.argv[:1] == ["-m"]:  # `python -m`, before the command runs
     _print_traceback = sys.excepthook
 
     def _print_one_line(kind, error, trace):
@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"]:  # `python -m` has imported this package, but not yet
     sys.excepthook = _print_one_line
 
 if importlib.util.find_spec("tyro") is None:
-    # The argument `name` makes `python -m` print only the message, without a traceback.
+    # With `name`, `python -m` prints no traceback.
     raise ModuleNotFoundError(
         "the packages of experiments are not installed; wants: pip install -e '.[experiments]'", name="experiments"
     )

@@ -22,9 +22,9 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The error of a result is this quantile of its rows' errors, over all draws of the arguments."""
+"""The quantile of the rows that `Accuracy` reports."""
 ALLOWED = 1.5
-"""The largest allowed ratio of an implementation's error to autodiff's error."""
+"""The largest allowed ratio of errors, implementation to autodiff."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 """An error of this number of roundings, ε/2 each, is always allowed."""
 
@@ -33,7 +33,7 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 class Place:
     """The values of `argument` are `offset + scale * drawn`, with random `drawn`.
 
-    "all" moves all arguments that can be moved.
+    "all" stands for all arguments except `dy`, weights, and integers.
     """
 
     offset: float
@@ -45,12 +45,12 @@ class Place:
 class Accuracy:
     """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
 
-    A row is a vector along the last axis. Each error is a quantile over the rows of all draws.
+    A row is a vector along the last axis. Each figure is a quantile over the rows of all draws.
 
     Attributes:
       result: "value" and a result's index, or "gradient in" and an argument's name.
       error: `‖a - e‖ / ‖e‖` for a row a of the implementation's result, and the same row e in float64.
-      native: this quotient for autodiff.
+      native: the same quotient for autodiff.
       excess: the error divided by the allowed error, or 0 if autodiff has no correct digit. The check fails above 1.
     """
 
@@ -74,8 +74,7 @@ def accuracy(
 ) -> Iterator[Accuracy]:
     """Yield the accuracy of every result and gradient of the cases at every offset and scale.
 
-    All arguments except `dy`, weights, and integers are moved together, and then one by one. A location is left out if
-    values overflow there, or if values that an op must tell apart become equal.
+    A location is left out if values overflow there, or if values that an op must tell apart become equal.
     """
     drawn = _draw(cases, draws)
     native, *programs = (_program(drawn, implementation) for implementation in ("autodiff", *implementations))
@@ -98,7 +97,7 @@ def accuracy(
 
 
 def _program(drawn, implementation):
-    """Compile one function of all ops. It maps `{name: (values, cotangents)}` to `{name: {result: array}}`."""
+    """Return one compiled function of all ops: `{name: (values, cotangents)} -> {name: {result: array}}`."""
 
     def run(arrays):
         return {name: jax.vmap(jax.vmap(each.function(implementation)))(*arrays[name]) for name, each in drawn.items()}
@@ -160,7 +159,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and one array `(location, draw, ...)` per argument."""
+        """Return the locations whose data the dtype can hold, and one array `(locations, draws, *shape)` per argument."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -191,10 +190,10 @@ class _Errors(NamedTuple):
 
 
 def _errors(dtype, actual, native, exact, by_formula):
-    """Return the errors of a result at one location, or None if no exact value fits in the dtype.
+    """Return a result's errors at one location, or None if no exact value fits in the dtype.
 
     `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed. If autodiff
-    loses many digits, some rows are correct by chance, so the median replaces the quantile `NEARLY_ALL`.
+    is inaccurate, each error is the median over rows: rows that autodiff rounds well by chance would dominate `excess`.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

@@ -2,8 +2,7 @@
 
 python -m experiments.check                                  # the whole catalogue, in float32
 python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
-python -m experiments.check layer_norm --verbose             # one row per compared result
-python -m experiments.check --accuracy --dtype float32 bfloat16 float16 --implementations xla pallas
+python -m experiments.check --accuracy                       # errors against float64
 python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 """
 
@@ -46,9 +45,9 @@ class CheckConfig:
     order: Literal[1, 2, 3] = 2
     """Highest order of derivatives to check; 1 checks values and gradients."""
     accuracy: bool = False
-    """Instead, measure errors against float64, also for values far from zero, large, or small."""
+    """Instead, measure errors against float64, also for large, small, or shifted values."""
     repeat: int | None = None
-    """Instead, compute each op and its gradients this many times, and compare the bits of the results."""
+    """Instead, compute each op and its gradients this many times, and compare their bits."""
     seed: int = 0
     """Seed of the random arguments."""
     scale: float = 1.0
@@ -117,7 +116,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # A convention defines a forward's derivative at its kinks, but not a backward's derivative.
+        # A convention defines a forward's derivative at kinks, but not a backward's.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
         added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,

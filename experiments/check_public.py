@@ -1,6 +1,6 @@
 """Check autodiff's gradients of public functions, from JAX and from packages based on JAX.
 
-python -m experiments.check_public                           # functions of all installed packages, three seeds each
+python -m experiments.check_public                           # functions of all installed packages
 python -m experiments.check_public jax.nn optax --seeds 1    # functions whose names begin with these words
 """
 
@@ -25,7 +25,7 @@ class CheckPublicConfig:
     """Check autodiff's gradients of public functions. The exit code is 1 if a gradient is wrong."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Check only functions whose names begin with one of these words."""
+    """Check only functions whose names begin with these words."""
     seeds: int = 3
     """Number of random draws of each function's arguments."""
     order: int = 1

@@ -16,7 +16,7 @@ from typing import Any
 _SPAWN = multiprocessing.get_context("spawn")  # JAX's threads do not survive a fork
 KEPT_CHARACTERS = 2000
 STACK = re.compile(r"^ *@ +0x.*\n?", re.MULTILINE)
-"""A line of the C++ stack trace after the message of an abort."""
+"""A line of an abort's C++ stack trace."""
 
 
 @dataclasses.dataclass
@@ -24,8 +24,8 @@ class Done:
     """The outcome of a task.
 
     Attributes:
-      death: None, or how the task's process died: "SIGABRT", "exit code 1", or "no answer in 9 s".
-      said: the last text on stderr of a process that died.
+      death: None, or how the task's process died, such as "SIGABRT" or "no answer in 9 s".
+      said: the last text of that process on stderr.
     """
 
     task: Any
@@ -37,10 +37,10 @@ class Done:
 def in_children(
     work: Callable[[Any], Iterable[Any]], tasks: Iterable[Any], processes: int, limit: float
 ) -> Iterator[Done]:
-    """Run the tasks in `processes` processes, and yield the outcome of each task, in the order of the tasks.
+    """Run the tasks in `processes` concurrent processes, and yield their outcomes in the order of the tasks.
 
-    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds. RuntimeError is raised if
-    a process dies before its first task.
+    `work(task)` yields results. A process is killed if it yields nothing for `limit` seconds. Raise RuntimeError if a
+    process dies before its first task.
     """
     share_gpus()
     children, order = [], collections.deque()
@@ -113,7 +113,7 @@ class _Child:
 
 
 def _serve(work: Callable[[Any], Iterable[Any]], connection: Connection, stderr: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
     connection.send(True)
     while True:

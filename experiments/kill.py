@@ -1,4 +1,4 @@
-"""Kill and resume a training run repeatedly, and compare its final bits with the bits of an uninterrupted run.
+"""Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run.
 
 python -m experiments.kill                                   # LeNet on the digits, killed 50 times
 python -m experiments.kill logic --kills 10 --epochs 60
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
 Command = Callable[[Path], Sequence[str]]
-"""A function from a run directory to the command line that starts or resumes its run."""
+"""`run_dir -> command line` that starts or resumes the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class KillConfig:
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """Experiment of experiments.train."""
     kills: int = 50
-    """Number of times that the run is killed."""
+    """Number of kills."""
     epochs: int | None = None
-    """Number of epochs of the run. None: four epochs per kill."""
+    """Number of epochs of the run. None: four per kill."""
     seed: int = 0
-    """Seed that determines the moments of the kills."""
+    """Seed of the kills' moments."""
 
     def __post_init__(self):
         if self.kills < 1:
@@ -78,7 +78,7 @@ def run(config: KillConfig, _: str) -> int:
 def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int = 0) -> Iterator[str]:
     """Start or resume the run and kill its process, `kills` times. Yield each kill's moment, a key of `MOMENTS`.
 
-    Raise BrokenRun if a process ends before its kill, or if the newest checkpoint is then corrupt.
+    Raise BrokenRun if a process ends before its kill, or if the kill leaves the newest checkpoint corrupt.
     """
     generator, kinds = random.Random(seed), list(MOMENTS.items())
     for number in range(kills):
@@ -93,7 +93,7 @@ def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int 
                         raise BrokenRun(f"a process ended before it was killed: {output.read().decode()[-500:]}")
                     time.sleep(POLL_SECONDS)
                 process.send_signal(SIGNALS[(number + number // len(kinds)) % len(SIGNALS)])
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the signal may be ignored, as under nohup
+                with contextlib.suppress(subprocess.TimeoutExpired):  # as under nohup
                     process.wait(SIGNAL_SECONDS)
             finally:
                 process.kill()

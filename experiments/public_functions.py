@@ -1,4 +1,4 @@
-"""Public functions on which `jaxbp.verify.check` must report no failure, because autodiff's gradients are correct."""
+"""Public functions with correct autodiff gradients, on which `jaxbp.verify.check` must report no failure."""
 
 import dataclasses
 import functools
@@ -68,11 +68,11 @@ BINARY = {
 }
 SYSTEM = (SQUARE, "definite"), ((3,), "normal")
 LINALG_SETTINGS = dict(added=("cotangents", "dtypes"))
-"""The other kinds of extra data repeat entries, and may make a matrix singular."""
+"""Other kinds of extra data may make a matrix singular."""
 
 
 def flash_attention(q, k, v, block=2):
-    """Compute softmax attention block by block over the keys, with running maxima and sums in float32."""
+    """Compute softmax attention block by block over the keys, in float32."""
     scale = q.shape[-1] ** -0.5
     blocks = lambda a: a.reshape(-1, block, a.shape[-1])  # noqa: E731
 

@@ -4,19 +4,18 @@
     python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
-A process computes the value and gradients of one op with `implementation="pallas"`, on small arrays in float32 and
-bfloat16. CUDA allocates each array separately, because XLA's memory pool would hide accesses beyond the end of an
-array. `--attempts` repeats processes, which sometimes die at exit or hang in XLA's compiler. The outcomes are:
+A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
+separately, because XLA's memory pool would hide accesses beyond its end. `--attempts` repeats processes, which
+sometimes die at exit or hang in XLA's compiler. The outcomes are:
 
     clean              the tool reported no finding
     explained          `EXPLAINED` lists all findings, which are harmless or not caused by jaxbp
     found              the tool reported another finding
-    crashed at exit    the process died after all kernels had run, without an unexplained finding
+    crashed at exit    the process died after all kernels had run, with explained findings at most
     failed             a kernel did not run, or the tool printed no summary
-    timed out          the process exceeded the time limit, without an unexplained finding
+    timed out          the process exceeded the time limit, with explained findings at most
 
-The exit code is 1 after "found", "failed", or "timed out". In the JSON file, a row shows the last process of an op and
-tool.
+The exit code is 1 after "found", "failed", or "timed out".
 """
 
 import collections
@@ -41,10 +40,7 @@ from experiments.output.errors import UserError, kept_in, refuse_unknown, run_co
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """A kind of finding that is not a mistake of jaxbp.
-
-    `op`, `kernel`, and `text` are patterns for the beginnings of a finding's op, kernel, and text.
-    """
+    """A finding that is not a mistake of jaxbp, with patterns for the beginnings of its op, kernel, and text."""
 
     name: str
     reason: str
@@ -83,7 +79,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) \w+(?! were)\b", re.MULTILINE)
 UNPRINTED = re.compile(r"^=+ \w+ SUMMARY: (\d+) \w+ were not printed", re.MULTILINE)
 BLOCK = re.compile(r"^=+ (?!COMPUTE-SANITIZER|\w+ SUMMARY|Target|Error: process)(\S.*(?:\n=+  +\S.*)*)", re.MULTILINE)
-"""A finding is one line, and the indented lines after it."""
+"""A finding: one line, and the indented lines after it."""
 KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in ([^(\n]+)|(\S.*?)\+0x)")
 PRINTED = 100_000
 FOUND = 99
@@ -108,13 +104,13 @@ class SanitizeConfig:
     limit: float = 300.0
     """Seconds after which a process is killed."""
     attempts: int = 2
-    """Largest number of processes per op and tool. Another process runs only after one failed or timed out."""
+    """Largest number of processes per op and tool, as long as they fail or time out."""
     processes: int = 1
     """Number of processes that run at once."""
     json: Path | None = None
     """JSON file for one row per op and tool."""
     child: bool = False
-    """Internal: run the kernels of one op in this process, which compute-sanitizer has started."""
+    """Internal: run one op in this process, which compute-sanitizer has started."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -170,7 +166,7 @@ def version_of(sanitizer: str) -> str | None:
 
 
 def attempted(sanitizer: str, tool: str, name: str, limit: float, attempts: int) -> dict[str, Any]:
-    """Run up to `attempts` processes, until one neither fails nor times out, and return the last one's row."""
+    """Run up to `attempts` processes, until one neither fails nor times out. Return the last row."""
     for attempt in range(1, attempts + 1):
         row = sanitized(sanitizer, tool, name, limit) | {"attempts": attempt}
         if row["outcome"] not in ("failed", "timed out"):
@@ -187,7 +183,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # the host's backtrace has about fifty lines per finding
+        "device",  # the host's has about fifty lines per finding
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]
@@ -201,7 +197,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
     try:
         printed, code = process.communicate(timeout=limit)[0], process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # also kills the process that the sanitizer started
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the sanitizer's child
         printed, code = process.communicate()[0], None
     text = printed.decode(errors="replace")
     findings = findings_in(text, tool, name)
@@ -218,7 +214,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
 
 
 def findings_in(text: str, tool: str, op: str) -> list[dict[str, Any]]:
-    """Return the findings that a tool printed for an op. Equal findings become one finding with a count."""
+    """Return the findings that a tool printed for an op. Equal findings become one with a count."""
     counts: collections.Counter = collections.Counter()
     for block in BLOCK.findall(text):
         lines = [line.lstrip("= ") for line in block.splitlines()]
@@ -267,7 +263,7 @@ def run_kernels(name: str) -> int:
 
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)
     for dtype in ("float32", "bfloat16"):
-        # The data is drawn on the CPU, so that the tools do not check JAX's random generators.
+        # On the CPU, so that the tools do not check JAX's random generators.
         with jax.default_device(jax.devices("cpu")[0]):
             drawn = entry.small.draw(0, dtype=jnp.dtype(dtype))
         arguments = take_apart(entry.function, jax.device_put(drawn, jax.devices()[0]))

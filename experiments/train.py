@@ -51,11 +51,11 @@ class Options:
     """Options of the command line that are not settings of a run."""
 
     json: Path | None = None
-    """JSON file for the result: accuracy, times, settings, device, and versions."""
+    """JSON file for the result."""
     coordinator: str | None = None
     """In several processes: HOST:PORT at which process 0 listens. It also uses the next port."""
     process: int | None = None
-    """In several processes: number of this process, from 0. All processes use process 0's settings."""
+    """In several processes: number of this process. Process 0 has the settings."""
     processes: int | None = None
     """In several processes: number of the processes."""
 
@@ -130,8 +130,8 @@ def _shared(
 def parse(args: Sequence[str]) -> Command:
     """Parse the command line. Without `--run-dir`, the config gets a new run directory.
 
-    With `--resume` and `--run-dir`, omitted settings come from the saved run. UserError is raised if no run is saved,
-    or if a setting other than more epochs differs from it. Invalid arguments raise SystemExit.
+    With `--resume` and `--run-dir`, omitted settings come from the saved run. Raise UserError if no run is saved, or if
+    it has other settings, except for fewer epochs. Invalid arguments raise SystemExit.
     """
     saved, flags = _run_to_resume(args), (tyro.conf.FlagCreatePairsOff,)
     name = saved.name if saved else next(iter(args), "")
@@ -175,10 +175,10 @@ def train(config: TrainingConfig) -> Metrics:
     """Train in `config.run_dir`, from the start or from the last checkpoint, and return the last epoch's metrics.
 
     Raises:
-      UserError: for invalid data or settings, or if the run directory does not match the settings.
+      UserError: for invalid data or settings, or a run directory with other settings.
       BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
-      Stopped: after Ctrl-C. The curves of the completed epochs have been drawn.
+      Stopped: after Ctrl-C, when the curves are drawn.
     """
     with RunDirectory(config) as directory:
         config = directory.config
@@ -230,10 +230,7 @@ def _stopped(directory: RunDirectory, dataset: Dataset | None, predictions: np.n
 
 
 def result(command: str, config: TrainingConfig, metrics: Sequence[Metrics]) -> dict[str, Any]:
-    """Return the content of a run's result file.
-
-    Fields in seconds are sums over the epochs. `images_per_second` is for training.
-    """
+    """Return a run's result file. Fields in seconds are sums over the epochs. `images_per_second` is for training."""
     seconds = _seconds(metrics)
     images = metrics[-1].step * config.batch_size
     return {

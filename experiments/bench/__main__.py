@@ -1,24 +1,19 @@
 """Time the ops of jaxbp and training steps.
 
-    python -m experiments.bench                                        # everything
-    python -m experiments.bench conv2d max_pool2d --json results.json  # some ops, each with its backwards
-    python -m experiments.bench logic-conv:mnist-m --batch 128         # at one size
-    python -m experiments.bench all --peers --json results.json        # everything, also in other libraries
-    python -m experiments.bench --quick --json new.json                # times of one workload per family
-    python -m experiments.bench compare old.json new.json              # exit code 1 if a row became slower
+    python -m experiments.bench                                   # everything
+    python -m experiments.bench logic-conv:mnist-m --batch 128    # at one size
 
-docs/benchmarks.md defines the figures. `implementation="pallas"` has no row if the workload launches no kernel of
-jaxbp, or if there is no GPU.
+docs/benchmarks.md has more commands, and defines the figures. `implementation="pallas"` has no row without a GPU, or if
+the workload launches no kernel of jaxbp.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
-    dtype, precision       the dtypes of the arrays, and JAX's precisions of float32 products
-    settling_seconds       the longest time that a program runs before its first timing round
-    copy_bytes_per_second, bytes_per_second, operations_per_second
-                           the rates of this GPU for the first of the dtypes: see `roofline.measured_rates`
-    rows                   one object per row: see `rows.Case`
-    complete               whether every row was measured
-    missing                the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
+    dtype, precision        the dtypes of the arrays, and JAX's precisions of float32 products
+    settling_seconds        the longest time that a program runs before its first timing round
+    *bytes_per_second, operations_per_second
+                            the rates of this GPU for the first dtype: see `roofline.measured_rates`
+    rows                    one object per row, with the fields of `measure.MEASURED`
+    missing                 the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
 """
 
 import dataclasses
@@ -47,7 +42,7 @@ IMPLEMENTATIONS = ("pallas", "xla", "autodiff", "None")
 
 
 QUICK_SECONDS = 75.0
-"""The default time limit of a quick run. Begun rows are finished, up to 40 s later on an H200."""
+"""The default time limit of a quick run. Begun rows are finished."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +62,19 @@ class BenchConfig:
     implementations: tuple[Literal["pallas", "xla", "autodiff", "None"], ...] = ()
     """Implementations to time. By default, all four; with `quick`, "pallas" and "None"."""
     batch_last: bool = False
-    """Time ops on arrays whose last axis is the batch, the layout in which kernels pass arrays to each other."""
+    """Time ops on arrays whose last axis is the batch, as kernels pass them to each other."""
     peers: bool = False
-    """Also time the installed peers: other libraries such as PyTorch, Liger-Kernel, QuACK, cuDNN, and tokamax."""
+    """Also time the installed peers, which are other libraries such as PyTorch and cuDNN."""
     peer_variants: VariantChoice = "best"
     """Variants of each peer to time: `best`, the fastest, or `all`, also eager and in both precisions."""
     compile_seconds: bool = False
-    """Also time compilation. Programs are then compiled one after the other, not concurrently."""
+    """Also time compilation. Programs are then compiled one after the other."""
     time_limit: float | None = None
     """Seconds after which no further row is started. With `quick`, the default is 75."""
     seconds: float = 0.03
-    """Least seconds per timing round. At its power limit, a GPU's clock oscillates once per second; 1 averages it."""
+    """Least seconds per timing round. With 1, a round averages the clock's oscillation at a GPU's power limit."""
     json: Path | None = None
-    """File for the rows. It is written after each row."""
+    """JSON file, written again after each row."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -94,7 +89,7 @@ def _main(config: BenchConfig, command: str) -> int:
     check(config)
     workloads = selected(config.cases, config.batch_last)
     if config.peers:
-        # This is set before JAX starts, so that JAX leaves GPU memory for the peers.
+        # Set before JAX starts, so that it leaves GPU memory for the peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with kept_in(config.json):
         report = run(workloads, config, command, started)
@@ -120,7 +115,7 @@ def check(config: BenchConfig) -> None:
 
 
 def run(workloads: Sequence[Workload], config: BenchConfig, command: str, started: float) -> dict[str, Any]:
-    """Time the workloads and return the report. The time limit starts at `started` (`time.monotonic`)."""
+    """Return the report. The time limit starts at `started`, a value of `time.monotonic()`."""
     on_gpu = jax.default_backend() == "gpu"
     implementations = config.implementations or (("pallas", "None") if config.quick else IMPLEMENTATIONS)
     implementations = [name for name in implementations if on_gpu or name != "pallas"]
@@ -158,7 +153,7 @@ def run(workloads: Sequence[Workload], config: BenchConfig, command: str, starte
     if config.quick:
         batches = {workload: config.batch or (n,) for workload, n in quick(workloads, on_gpu).items()}
     cases = [Case(workload, n, each) for workload, sizes in batches.items() for n in sizes for each in settings]
-    # The precision changes only products of float32.
+    # Only float32 products depend on the precision.
     cases = [case for case in cases if case.settings.precision == config.precision[0] or case.has_float32_products]
     note_progress(report, cases)
     try:

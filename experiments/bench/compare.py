@@ -1,8 +1,7 @@
-"""Compare two runs of the bench on the same device.
+"""Compare two runs of the bench. Rows of peers are left out.
 
 A row is slower if its median time grew by more than the threshold, and its fastest new round took longer than its
-slowest old round, or if it fails only in the new run. The exit code is 1 if a row is slower, and 2 if the files cannot
-be compared. Rows of peers are left out.
+slowest old round. A row that fails only in the new run is also slower.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ class CompareConfig:
     old: Annotated[Path, tyro.conf.Positional]
     """A file that the bench wrote."""
     new: Annotated[Path, tyro.conf.Positional]
-    """A later file that the bench wrote on the same device."""
+    """A later file from the same device."""
     threshold: float = 0.05
     """A row is slower if its time grew by more than this share of the old time and by more than the noise."""
 

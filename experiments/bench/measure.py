@@ -1,4 +1,4 @@
-"""Measure one row of the report: compilation, device time, and the error against float64."""
+"""Measure one row of the report."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from jaxbp.verify.timing import compile_program, device_seconds
 
 ROUNDS = 5
 SETTLING_SECONDS = 2.4
-"""The longest time that a program runs on a GPU, to become steady, before its first timing round."""
+"""The longest time that a program runs on a GPU before its first timing round, to become steady."""
 QUICK_SETTLING_SECONDS = 0.6
 """`SETTLING_SECONDS` if only times are measured."""
 NOTHING = 1e-12
@@ -49,9 +49,9 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        """Start to compile a function for arrays or their shapes. Return a future of the executable."""
+        """Start to compile a function for arrays or shapes. Return a future of the executable."""
         try:
-            # Tracing and lowering depend on this thread's settings of JAX, so only `compile` runs in the pool.
+            # Tracing and lowering depend on this thread's settings of JAX.
             future = self._pool.submit(jax.jit(function).lower(*arguments).compile)
         except Exception as error:
             future = Future()
@@ -65,7 +65,7 @@ class Compiler:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of `MEASURED` that `run()` returns, or "failed" with its exception. Other fields are None."""
+    """Return the fields of `MEASURED` from `run()`, or its exception in "failed". Other fields are None."""
     try:
         return dict.fromkeys(MEASURED) | run()
     except Exception as error:

@@ -1,8 +1,8 @@
 """The roofline: the least time that this GPU allows for a workload, from rates measured in the same run.
 
-docs/benchmarks.md defines the roofline. The rates of memory traffic depend on the working set, the number of bytes that
-a program touches. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each count at the rate of a copy.
-The remaining bytes count at the rate of only reading or only writing. Launches and intermediate results count no time.
+docs/benchmarks.md defines the roofline. If a workload reads r bytes and writes w bytes, min(r, w) bytes of each count
+at the rate of a copy, and the remaining bytes at the rate of only reading or only writing. These rates depend on the
+working set, the number of bytes that a program touches.
 """
 
 import functools
@@ -22,9 +22,9 @@ from jaxbp.verify.timing import device_seconds
 
 MIB = 2**20
 WORKING_SETS = (8 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB)
-"""Working sets with which rates are measured. The L2 cache of an H200 has 60 MiB."""
+"""Working sets for the rates. The L2 cache of an H200 has 60 MiB."""
 CALLS = 8
-"""Kernels per program. A single one with a small working set would take less time than its dispatch."""
+"""Kernels per program. One kernel with a small working set takes less time than its dispatch."""
 PRODUCTS = ((4096, 4096, 4096), (8192, 8192, 8192), (32768, 4096, 4096))
 RATE_SECONDS = 0.03
 """The longest timing round for a rate. In longer rounds, the clock of the GPU drops."""
@@ -36,8 +36,8 @@ class Cost(NamedTuple):
     Attributes:
       operations: multiplications and additions in matrix products and convolutions.
       read_bytes: the size of the arguments that affect the results.
-      written_bytes: the size of the results, without those that equal an argument or another result.
-      arithmetic: other multiplications and additions, or 0 if the workload does not state them.
+      written_bytes: the size of the results, without copies of an argument or of another result.
+      arithmetic: other multiplications and additions, or 0 if unknown.
     """
 
     argument_bytes: int
@@ -66,9 +66,9 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 
 
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
-    """Return the best rate of "copy", "read", or "write" in bytes per second, or 0 if none was measured.
+    """Return the best rate of `kind` ("copy", "read", or "write") in bytes per second, or 0 if none was measured.
 
-    Rates measured with working sets of at least `working_set` count, and the rate with the next smaller working set.
+    The smallest working set that counts is the largest measured one up to `working_set`.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)
@@ -79,16 +79,16 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 
 
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
-    """Measure the rates of this GPU, in timing rounds of at least `seconds`, at most `RATE_SECONDS`.
+    """Measure the rates of this GPU in timing rounds of `seconds`, or of `RATE_SECONDS` if that is less.
 
-    `bytes_per_second` has pairs of a working set and a rate for "copy", "read", and "write". `copy_bytes_per_second` is
-    the rate of a copy that does not fit in the cache.
+    `bytes_per_second` has pairs (working set, rate) for "copy", "read", and "write". `copy_bytes_per_second` is the rate
+    of a copy that does not fit in the cache.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
     }
     least = dict.fromkeys(programs, math.inf)
-    for _ in range(measure.ROUNDS):  # a disturbance then affects only one round of each program
+    for _ in range(measure.ROUNDS):  # a disturbance then affects one round per program
         for key, (_, run) in programs.items():
             least[key] = min(least[key], run(min(seconds, RATE_SECONDS)))
     rates = {key: amount / least[key] for key, (amount, _) in programs.items()}
@@ -159,7 +159,7 @@ def _bytes(avals: Any) -> int:
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
     """Count the bytes of an argument that the jaxpr reads. A gather reads as many bytes as its result has."""
     size, read = _bytes([argument.aval]), 0
-    if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
+    if any(v is argument for v in jaxpr.outvars):  # the result's consumer reads the argument
         return size
     for equation in jaxpr.eqns:
         for i, v in enumerate(equation.invars):
@@ -191,7 +191,7 @@ def _operations(jaxpr: Any) -> int:
 
 
 def _products_of_convolution(equation: Any) -> int:
-    """Count multiplications, without those by padding or by inserted zeros."""
+    """Count multiplications, except those by padding or inserted zeros."""
     (x, w), y, p = (v.aval.shape for v in equation.invars), equation.outvars[0].aval.shape, equation.params
     (n, _, *in_axes), (k, c, *w_axes), (_, _, *out_axes) = p["dimension_numbers"]
     products = x[n] // p["batch_group_count"] * w[k] * w[c]

@@ -1,6 +1,6 @@
 """The rows of the report: one per workload, batch size, and implementation, baseline, or variant of a peer.
 
-A baseline is another formulation in plain JAX. No program is compiled while another is timed, because compilers use the
+A baseline is another formulation in plain JAX. No program compiles while another is timed, because compilers use the
 host's cores, and XLA tries algorithms on the GPU.
 """
 
@@ -22,22 +22,22 @@ from jaxbp.verify.timing import compile_program
 Row = dict[str, Any]
 
 PROGRAM_SECONDS, MOST_CALLS = 300e-6, 32
-"""A program makes enough calls to take ten times as long as a dispatch, but at most `MOST_CALLS`."""
+"""A program takes ten times as long as a dispatch, or makes `MOST_CALLS` calls."""
 CACHE_BYTES = 128 * 2**20
 """The arguments of all calls together have at least this size, over twice an H200's L2 cache."""
 
 CASES_AT_ONCE, TRACING_SECONDS = 6, 20.0
-"""Limits on the cases that are compiled before the first of them is timed, because each executable takes memory."""
+"""Limits on the cases that are compiled before the first is timed, because executables take memory."""
 
 
 class Settings(NamedTuple):
     """The settings of a `Case`.
 
     Attributes:
-      peers: the modules of the peers to time, by name.
+      peers: the peers' modules, by name.
       rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
-      label: the dtype and precision at the end of a row's title, if the run has several.
+      label: the end of a row's title: the dtype and precision, if the run has several.
     """
 
     implementations: Sequence[str]
@@ -105,7 +105,7 @@ class Case:
     # ----------------------------------------------------------------------------------------------------- compiling
 
     def time_compilation(self) -> None:
-        """Time the compilation of each implementation and baseline, while nothing else compiles."""
+        """Compile each implementation and baseline, one after another."""
         for name in self._names:
             try:
                 with jax.default_matmul_precision(self.settings.precision):
@@ -166,7 +166,7 @@ class Case:
         for name, peer, precision, run in runs:
             if not keep_going():
                 return
-            if peer is not None:  # a peer compiles in `run`, the others were compiled in `submit`
+            if peer is not None:  # only peers compile in `run`
                 print(f"{self.title}, {name}: compiling", file=sys.stderr, flush=True)
             with jax.default_matmul_precision(self.settings.precision):
                 row = self._row(name, peer, precision, attempt(run))
@@ -253,7 +253,7 @@ def measured_rows(cases: Sequence[Case], keep_going: Callable[[], bool]) -> Iter
 
 
 def with_speedups(rows: Iterable[Row]) -> list[Row]:
-    """Add `speedup_over_autodiff` to the rows, relative to the fastest row of autodiff of the same workload."""
+    """Add `speedup_over_autodiff`, relative to the workload's fastest row of autodiff."""
     rows, autodiff = list(rows), {}
     of = lambda row: (row["work"], row["batch"])  # noqa: E731
     for row in rows:

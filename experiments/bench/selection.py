@@ -21,10 +21,9 @@ from jaxbp.catalogue import CATALOGUE
 
 
 def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
-    """Return the workloads that the cases name. With `batch_last`, return only ops, and move the batch axis to the end.
+    """Return the workloads that `BenchConfig.cases` names. A forward's name also selects its backwards.
 
-    A case is "all", "ops", or the name of an op or a training step, with or without a size, as in "automaton:32x32".
-    The name of a forward also selects its backwards.
+    With `batch_last`, return only ops, with the batch axis last.
     """
     workloads = [lenet_workload(), *(op_workload(entry, place) for entry in CATALOGUE for place in entry.real)]
     workloads += [mixer_workload(), logic_workload("logic", 8000, (128,)), logic_workload("logic-large", 64000, ())]
@@ -57,10 +56,7 @@ def selected(cases: Sequence[str], batch_last: bool = False) -> list[Workload]:
 
 
 def quick(workloads: Sequence[Workload], on_gpu: bool) -> dict[Workload, int]:
-    """Return each family's first workload, with the middle one of its default batch sizes.
-
-    A family is the ops of one module, or the training steps of one kind.
-    """
+    """Return the first workload of each op module and of each kind of training step, with its middle batch size."""
     module = {entry.name: entry.function.__module__ for entry in CATALOGUE}
     module["automaton"] = module["automaton_step"]
     chosen: dict[str, tuple[Workload, int]] = {}

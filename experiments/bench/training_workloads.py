@@ -1,4 +1,4 @@
-"""Workloads that are training steps of LeNet, of a mixer, of logic networks, or of an automaton."""
+"""Training steps as workloads."""
 
 import functools
 import math
@@ -44,7 +44,7 @@ def mixer_workload() -> Workload:
 def logic_workload(
     name: str, gates: int, cpu_batches: tuple[int, ...], parametrization: Parametrization = "softmax"
 ) -> Workload:
-    """Return a training step of the logic network with six layers that was published for MNIST."""
+    """Return a training step of the logic network that was published for MNIST."""
     network = functools.partial(logic_network, gates, parametrization)
     baselines = {four_coefficients.NAME: four_coefficients.scores} if parametrization == "softmax" else {}
     # The float64 reference computes 16 functions per gate and example on the CPU, which is slow.
@@ -83,13 +83,9 @@ def logic_network(
 
 
 class LogicConvSizes(NamedTuple):
-    """A published convolutional logic network.
+    """A published convolutional logic network for images of `shape`, `(channels, height, width)`.
 
-    Attributes:
-      shape: channels, height, and width of an image.
-      convolutions: the convolutions of trees of gates, each followed by a max-pool.
-      widths: the number of gates in each layer after the convolutions.
-      tau: the divisor of the scores.
+    The layers after the convolutions have `widths` gates. `tau` divides the scores.
     """
 
     shape: tuple[int, int, int]
@@ -119,7 +115,7 @@ Source: F. Petersen et al., "Convolutional differentiable logic gate networks", 
 
 
 def logic_conv_workload(place: str, parametrization: Parametrization = "softmax") -> Workload:
-    """Return a training step of `LOGIC_CONV[place]` for random numbers instead of bits.
+    """Return a training step of `LOGIC_CONV[place]` on random numbers instead of bits.
 
     With bits, values in a pooling window would be nearly equal, and rounding would decide which receives the gradient.
     """
@@ -172,12 +168,12 @@ def _training_step(
     error_batch: int = 128,
     baselines: Mapping[str, Callable] | None = None,
 ) -> Workload:
-    """Return the workload of a training step of the model `network(implementation=..., dtype=...)`.
+    """Return a training step of the model `network(implementation=..., dtype=...)`.
 
     Args:
       shape: the shape of one example.
       losses: `(model, inputs, labels, implementation) -> losses`, with one loss per example.
-      baselines: a dict from the name of a row to `(model, inputs) -> scores` in plain JAX.
+      baselines: functions `(model, inputs) -> scores` in plain JAX, by the name of their row.
     """
 
     @functools.cache
@@ -209,7 +205,7 @@ def _training_step(
 
 
 AUTOMATON_BATCHES = {8: ((), (1,)), 16: ((2,), ()), 32: ((4,), ())}
-"""Default batch sizes on a GPU and on other platforms, per side length of the grid."""
+"""Default batch sizes on a GPU and on other platforms, by the grid's side length."""
 TICKS = 20
 
 
@@ -262,7 +258,6 @@ class Scaled(NamedTuple):
 
 
 def with_scale(parameters: Any, dtype: str) -> Any:
-    """Return the state of a training step."""
     return Scaled(parameters, LossScale.create()) if dtype == "float16" else parameters
 
 
@@ -290,7 +285,7 @@ def training(
 
     `optimiser(implementation=...)` makes the optimizer. None means SGD of Optax.
     """
-    # With None, jaxbp's optimizer may use Optax for few or large arrays, where Optax is faster.
+    # With None, jaxbp's optimizer uses Optax where Optax is faster.
     if optimiser is None:
         update = optax.sgd(0.01)
     else:
@@ -300,7 +295,7 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Without the barrier, XLA would move values that depend only on the images out of the scan.
+            # Without it, XLA moves values that depend only on the images out of the scan.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

@@ -14,9 +14,9 @@ from jaxbp.catalogue import AutomatonArgument, Case, Entry
 from jaxbp.verify.arguments import is_float
 
 GATE_OPERATIONS = 24
-"""The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward together.
+"""The operations of a gate `c0 + c1 a + c2 b + c3 ab` in its forward and its backward.
 
-Each multiply-add or product counts as two: three in the forward, four for da and db, and five for the coefficients.
+Each of its 12 multiply-adds or products counts as two operations.
 """
 FORWARD_OPERATIONS = 6
 
@@ -26,17 +26,17 @@ class Workload:
     """An op or a training step to time.
 
     Attributes:
-      op, place: the name and the size of an op in the catalogue, or of a training step.
-      options: the keyword arguments of an op, or the arguments that make the network of a training step.
+      op, place: the name and the size of an op or of a training step.
+      options: the keyword arguments of an op, or the arguments that make a training step's network.
       batches: the default batch sizes on a GPU and on other platforms.
-      function: (implementation, dtype) -> the function to time. The implementation may also be a baseline function.
+      function: (implementation, dtype) -> the function to time. The implementation may be a function of `baselines`.
       draw: (seed, batch, dtype) -> the arguments of the function to time.
-      chain: (function, calls, implementation) -> a program of `calls` calls, whose argument is a tuple of sets of
-        arguments. In training steps, `implementation` is the optimizer's. "autodiff" then means Optax.
-      steps: the number of steps in a program of training steps, which takes a single set of arguments. None for an op.
+      chain: (function, calls, implementation) -> a program of `calls` calls. It takes a tuple of sets of arguments. In
+        training steps, `implementation` is the optimizer's, and "autodiff" means Optax.
+      steps: training steps per program, which takes a single set of arguments. None for an op.
       arithmetic: batch -> the `Cost.arithmetic` of a call.
-      error_batch: the largest batch size at which results are compared with float64 on the CPU.
-      baselines: the name of a row, which starts with "autodiff" -> a function that computes the workload in plain JAX.
+      error_batch: the largest batch size for the comparison with float64 on the CPU.
+      baselines: functions in plain JAX, by the name of their row, which starts with "autodiff".
     """
 
     op: str
@@ -61,7 +61,7 @@ def implementation(name: str) -> str | None:
 
 
 def op_workload(entry: Entry, place: str) -> Workload:
-    """Return the workload of an op. For a forward, it also computes the gradient."""
+    """Return the workload of an op. A forward's workload also computes the gradient."""
     case, backward = entry.real[place], "_backward" in entry.name
 
     def function(implementation, dtype):
@@ -130,7 +130,7 @@ def forward_and_backward(op: Callable) -> Callable:
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
     """Return a program that calls the function once per set of arguments, and returns all results.
 
-    On a GPU, barriers keep calls from being overlapped or merged. XLA's CPU compiler drops the barriers.
+    Barriers keep XLA from overlapping or merging calls on a GPU. Its CPU compiler drops them.
     """
     function = jax.jit(function)  # traced and lowered once
 

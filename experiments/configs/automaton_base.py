@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed for the start state, and the number of the optimizer step. A batch's first seed also determines
-which cells fire and which gates are hard.
+An example is a seed for the start state, and the number of the optimizer step. The first seed of a batch also
+determines which cells fire and which gates are hard.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ HARD_GATES: Settings = dict(
 )
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts on a small grid, each with new initial gates. docs/automata.md explains the recipes."""
+"""Many short attempts on a small grid, with new initial gates. docs/automata.md explains the recipes."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 
 
@@ -61,9 +61,9 @@ DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 class AutomatonConfig(TrainingConfig):
     """A logic cellular automaton.
 
-    The loss is the squared error of the visible channels of the last state, summed over cells. The accuracy is the
-    share of examples whose visible channels are right in every cell of the hardened automaton. There, each gate is the
-    logic function with the largest weight.
+    The loss is the squared error of the last state's visible channels, summed over cells. The accuracy is the share of
+    examples for which the hardened automaton is right in every cell. Its gates are the logic functions with the largest
+    weights.
     """
 
     gradient_clip: ClassVar[float | None] = 100.0
@@ -75,15 +75,15 @@ class AutomatonConfig(TrainingConfig):
     periodic: ClassVar[bool]
     channels: ClassVar[int]
     visible: ClassVar[int] = 1
-    """The number of leading channels that are visible and enter the loss."""
+    """The number of leading channels that enter the loss."""
     any_grid: ClassVar[bool] = False
     """Whether the target is defined for grids of every size."""
     steps: ClassVar[int]
     fire_rate: ClassVar[float] = 1.0
     perception: ClassVar[tuple[int, Sequence[int]]]
-    """The number of perception kernels, and the number of gates in each layer of a kernel."""
+    """The number of perception kernels, and the gates per layer of a kernel."""
     update: ClassVar[Sequence[int]]
-    """The number of gates in each layer of the update."""
+    """The gates per layer of the update."""
     published: ClassVar[tuple[Recipe, int]]
     settings: ClassVar[Settings] = HARD_GATES
     hardening: ClassVar[tuple[int, int] | None] = None
@@ -96,11 +96,11 @@ class AutomatonConfig(TrainingConfig):
     shown_grid: ClassVar[tuple[int, int] | None] = None
 
     recipe: Literal["hardening", "published"] = "hardening"
-    """Defaults of the settings that are None: chosen so that the hardened automaton is correct, or as published."""
+    """Defaults of the settings that are None: for a correct hardened automaton, or as published."""
     updates: Annotated[int | None, Range(1)] = None
     """Number of optimizer steps, rounded up to a multiple of `epochs`."""
     epochs: Annotated[int | None, Range(1)] = None
-    """Number of epochs, each an equal share of the updates before an evaluation and a checkpoint."""
+    """Number of epochs, each with an equal share of the updates."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -108,21 +108,21 @@ class AutomatonConfig(TrainingConfig):
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW."""
     pass_through: Annotated[float | None, Range()] = None
-    """Initial logit of the function that passes on one input: `residual_logit` of jaxbp.initial_logits."""
+    """Initial logit of the function that passes on one input."""
     hard_share: Annotated[float | None, Range(0, 1)] = None
     """Share of the gates that are hard at the last update. They keep the gradients of relaxed gates."""
     rounded_share: Annotated[float | None, Range(0, 1)] = None
-    """Share of a state's values that each tick first rounds to 0 or 1. Gradients ignore the rounding."""
+    """Share of the state's values that each tick rounds to 0 or 1. Gradients ignore the rounding."""
     certainty: Annotated[float | None, Range()] = None
     """Final weight of a penalty on gates that are not almost hard."""
     hard_from: Annotated[float | None, Range(0, 1)] = None
-    """Share of the updates during which `hard_share` and `certainty` are 0. Then both grow linearly."""
+    """Share of the updates before `hard_share` and `certainty` grow linearly from 0."""
     first_gates: Literal["a", "drawn", "returning", "separating"] | None = None
     """Input, a or b, that each gate initially passes on: see docs/automata.md."""
     shrink: Annotated[int | None, Range(1)] = None
-    """Divisor of the grid's height and width and of the number of ticks, in training only."""
+    """Divisor of the grid's sides and of the number of ticks, in training only."""
     restart_after: Annotated[int | None, Range()] = None
-    """Updates after which training restarts with new parameters, at the end of an epoch. 0: never."""
+    """Updates after which training restarts with new parameters. 0: never."""
     noise: Annotated[float, Range()] = 0.0
     """Scale of the Gumbel noise that each loss adds to the parameters."""
     parametrization: Parametrization = "softmax"
@@ -190,7 +190,7 @@ class AutomatonConfig(TrainingConfig):
             np.stack([np.arange(n), np.zeros(n)], 1, dtype=np.uint32, casting="unsafe")
             for n in (in_an_epoch, self.test_examples)
         )
-        # A prediction says whether the example is correct, so all targets are True.
+        # A prediction says whether an example is correct. All targets are True.
         return Dataset(train, np.ones(len(train), bool), test, np.ones(len(test), bool), self.name)
 
     def augmentation(self) -> Augment | None:
@@ -215,7 +215,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field`, which is 0 for the share `hard_from` of the updates and then grows linearly."""
+        """Return the setting `field` at an update. It grows linearly from 0, after the share `hard_from` of the updates."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

@@ -16,7 +16,7 @@ from experiments.data import patterns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LifeConfig(AutomatonConfig):
-    """The Game of Life. It is trained on one tick from each of the 512 states of 3 x 3 cells."""
+    """The Game of Life, trained on one tick from each of the 512 states of 3 x 3 cells."""
 
     name: ClassVar[str] = "ca-life"
     grid: ClassVar = (3, 3)
@@ -66,7 +66,7 @@ class CheckerboardConfig(PatternConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsyncCheckerboardConfig(CheckerboardConfig):
-    """The checkerboard, grown by cells that each update with a probability of 0.6 in each tick."""
+    """The checkerboard, grown by cells that update with a probability of 0.6 per tick."""
 
     name: ClassVar[str] = "ca-checkerboard-async"
     settings: ClassVar = DECAYING | dict(pass_through=7.0, restart_after=1000)
@@ -107,7 +107,7 @@ class LizardConfig(PatternConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LetterConfig(PatternConfig):
-    """A letter in three colors, grown from a state of zeros. Only the border of the grid tells cells where they are."""
+    """A letter in three colors, grown from zeros. Only the grid's border tells cells where they are."""
 
     name: ClassVar[str] = "ca-letter"
     grid: ClassVar = (16, 16)

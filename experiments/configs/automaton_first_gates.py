@@ -1,6 +1,6 @@
-"""Choices of the input, a or b, that each gate passes on at the start of training. docs/automata.md describes them.
+"""Choices of the input, a or b, that each gate initially passes on. docs/automata.md describes them.
 
-If every gate passes on one input, a tick only moves values between channels and neighboring cells.
+With such gates, a tick only moves values between channels and neighboring cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jaxbp.logic.automaton_wires import CENTRE, Automaton
 from jaxbp.logic.gates import Parametrization
 
 Draw = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""Whether each gate passes on its input b: one array per layer of the perception, and one per update layer."""
+"""Whether each gate passes on its input b: one array per perception layer, and one per update layer."""
 MOST_DRAWS = 20_000
 """The checkerboard needs about 400."""
 SEPARATING_DRAWS = 200
@@ -35,14 +35,13 @@ def separating(
 
 
 def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.ndarray, steps: int) -> int:
-    """Return the least possible number of wrong cells after the last tick.
+    """Return the number of wrong cells if the last tick applies the best function of a cell's 3 x 3 neighborhood.
 
-    The earlier ticks move values as drawn. The last tick may apply any function of a cell's 3 x 3 neighborhood. No
-    function is right for equal neighborhoods with different targets.
+    The earlier ticks move values as drawn. No function is right for equal neighborhoods with different targets.
 
     Args:
-      start: (height, width, channels).
-      target: the visible channels after `steps` ticks, (height, width, visible).
+      start: `(height, width, channels)`.
+      target: the visible channels after `steps` ticks, `(height, width, visible)`.
     """
     targets = target.reshape(-1, target.shape[-1])
     seen = _passed_on(start, _sources(automaton, *drawn), steps - 1, automaton.periodic)
@@ -55,7 +54,7 @@ def confused(automaton: Automaton, drawn: Draw, start: np.ndarray, target: np.nd
 
 
 def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Array:
-    order = [0, 2, 1, 3]  # swaps a and b in the rows 00, 01, 10, 11 of a truth table, and in the terms 1, a, b, ab
+    order = [0, 2, 1, 3]  # swaps a and b in the rows 00, 01, 10, 11, and in the terms 1, a, b, ab
     if parametrization == "softmax":
         order = [list(map(tuple, gates.TRUTH_TABLES)).index(tuple(table[order])) for table in gates.TRUTH_TABLES]
     return logits[..., np.array(order)]
@@ -64,7 +63,7 @@ def with_inputs_exchanged(logits: Array, parametrization: Parametrization) -> Ar
 def _sources(
     automaton: Automaton, perception: Sequence[np.ndarray], update: Sequence[np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Return, for each channel, the channel and the cell of the 3 x 3 neighborhood that it takes its value from."""
+    """Return, per channel, the channel and the cell of the 3 x 3 neighborhood from which it takes its value."""
 
     def passed_on(part, chosen):
         return [np.where(c, np.asarray(w.b), np.asarray(w.a)) for w, c in zip(part, chosen, strict=True)]

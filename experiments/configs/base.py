@@ -20,7 +20,7 @@ Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]
 """`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the steps of the run."""
+"""`(key, inputs, step) -> inputs` changes a batch at random at a step of the run."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -60,29 +60,27 @@ class TrainingConfig:
     gradient_clip: ClassVar[float | None] = None
     """Elements of the gradients are clipped to this absolute value."""
     independent: ClassVar[bool] = True
-    """Whether an example's loss does not depend on the rest of its batch."""
+    """Whether an example's loss is independent of its batch."""
     examples: ClassVar[str] = "images"
     curves: ClassVar[tuple[str, str]] = ("train", "test")
-    """The names of the training curve and the test curve."""
-
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Seed for the initial parameters, the order of the examples, and their augmentation."""
+    """Seed for the initial parameters, the order of examples, and augmentation."""
     batch_size: Annotated[int | None, Range(1)] = None
     """Examples per step. An incomplete last batch is dropped. None: the dataset's default."""
     epochs: Annotated[int | None, Range(1)] = None
     """Number of passes over the training set. None: the dataset's default."""
     learning_rate: Annotated[float | None, Range(above=True)] = None
-    """Adam's peak learning rate, after a short warm-up and before a cosine decay to 0. None: the dataset's default."""
+    """Adam's peak learning rate, between a warm-up and a cosine decay. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW, which each step multiplies by the learning rate."""
+    """Weight decay of AdamW, times the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    """With mixed precision, the model computes in bfloat16 or float16, and parameters stay in float32."""
+    """Dtype of the computation. With mixed precision, parameters stay in float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None
     """Stop after the first epoch with at least this test accuracy. None: train all epochs."""
     devices: Annotated[int | None, Range(1)] = None
-    """Number of devices among which each batch is divided, a divisor of batch_size. None: as many as possible."""
+    """Number of devices that share each batch, a divisor of batch_size. None: as many as possible."""
     run_dir: Path | None = None
-    """Directory of the run's files. None: a new folder in runs/, named after the experiment and the time."""
+    """Directory of the run's files. None: a new folder in runs/."""
     resume: bool = False
     """Continue the run in run_dir from its last checkpoint. Only epochs may change, and only increase."""
 
@@ -100,7 +98,7 @@ class TrainingConfig:
         return epoch == self.epochs or (self.target_accuracy is not None and test_accuracy >= self.target_accuracy)
 
     def attempt(self, epoch: int) -> int:
-        """Return the index of an epoch's attempt. Each attempt trains from new initial parameters."""
+        """Return the index of an epoch's attempt, a training from new initial parameters."""
         return 0
 
     def extended(self: Config, epochs: int) -> Config:
@@ -116,7 +114,7 @@ class TrainingConfig:
         raise NotImplementedError
 
     def optimizer(self, steps: int) -> optax.GradientTransformation | FusedOptimizer | None:
-        """Return the optimizer for a run of `steps` steps. None means Adam with these settings."""
+        """Return the optimizer of a run. None means Adam with these settings."""
         return None
 
     def evaluation(self, loss: Loss) -> Loss:
@@ -185,7 +183,7 @@ def differences(saved: TrainingConfig, config: TrainingConfig) -> dict[str, tupl
 
 
 def resumed(saved: Config, config: Config) -> Config:
-    """Return `saved` with the `FIELDS_WITHOUT_EFFECT` of `config`, and with its `epochs` if they are more.
+    """Return `saved` with the `FIELDS_WITHOUT_EFFECT` of `config`, and with more epochs if `config` has more.
 
     Raise UserError if another field differs.
     """

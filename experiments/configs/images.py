@@ -26,7 +26,7 @@ class ImageConfig(TrainingConfig):
     datasets: ClassVar[Sequence[DatasetName]] = ("digits", "mnist", "fashion_mnist")
 
     dataset: DatasetName = "digits"
-    """digits comes with scikit-learn, mnist and fashion_mnist are downloaded, cifar10 must be in data_dir."""
+    """mnist and fashion_mnist are downloaded if needed, and cifar10 must be in data_dir."""
     data_dir: Path | None = None
     """Folder of the dataset's files. None: a cache folder."""
     implementation: ImplementationName | None = None
@@ -34,7 +34,7 @@ class ImageConfig(TrainingConfig):
     shift: Annotated[int, Range()] = 0
     """Largest random shift of training images in each direction, in pixels."""
     distortion: Annotated[float, Range()] = 0.0
-    """Standard deviation of smooth random distortions of the training images, in pixels."""
+    """Standard deviation of smooth random distortions of training images, in pixels."""
 
     def __post_init__(self):
         self._check_choice("dataset", self.datasets)

@@ -29,8 +29,8 @@ RECIPES: dict[DatasetName, Recipe] = {
 class GateConfig(ImageConfig):
     """A network of logic gates on images of bits.
 
-    Training uses relaxed gates, which mix all logic functions. In the evaluation, each gate is only the function with
-    the largest weight.
+    In training, each gate mixes all logic functions. The evaluation uses hard gates: only the function with the largest
+    weight.
     """
 
     curves: ClassVar[tuple[str, str]] = ("relaxed train", "hardened test")
@@ -59,8 +59,7 @@ class GateConfig(ImageConfig):
 class LogicConfig(GateConfig):
     """A network of differentiable logic gates on bits of thresholded images.
 
-    The test accuracy is measured with hard gates. The published networks for MNIST have 6 layers of 8000 or 64000
-    gates.
+    The test accuracy is for hard gates. The published networks for MNIST have 6 layers of 8000 or 64000 gates.
     """
 
     name: ClassVar[str] = "logic"
@@ -71,13 +70,13 @@ class LogicConfig(GateConfig):
     gates: Annotated[int | None, Range(1)] = None
     """Number of gates per layer, a multiple of 10. None: 2000 for digits, else 8000."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature, the divisor of a class's score, which is the sum of its gates' outputs. None: sqrt(gates / 80)."""
+    """Divisor of a class's score, the sum of its gates' outputs. None: sqrt(gates / 80)."""
     levels: Annotated[int, Range(1)] = 3
     """Number of bits per pixel: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     wiring: Literal["unique", "random"] = "unique"
-    """With unique, no two gates of a layer have the same pair of inputs. With random, two gates may."""
+    """With unique, no two gates of a layer have the same pair of inputs."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each passes on its first input; with normal, each is a random mixture."""
+    """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     parametrization: Parametrization = "softmax"
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

@@ -3,9 +3,9 @@
 A kernel is a tree of 7 logic gates. An or-pool takes the maximum over 2 x 2 positions. With k kernels in the first
 convolution, the network for MNIST and Fashion-MNIST has:
 
-    k kernels of 5 x 5, no padding      28 x 28 -> 24 x 24, or-pool -> 12 x 12
-    3 k kernels of 3 x 3, no padding            -> 10 x 10, or-pool -> 5 x 5
-    9 k kernels of 3 x 3, no padding            -> 3 x 3
+    k kernels of 5 x 5      28 x 28 -> 24 x 24, or-pool -> 12 x 12
+    3 k kernels of 3 x 3            -> 10 x 10, or-pool -> 5 x 5
+    9 k kernels of 3 x 3            -> 3 x 3
     layers of 1280 k, 640 k and 320 k gates
 
 Counted at every position, these are 8939 k gates, and 657 k more in the or-pools:
@@ -14,7 +14,8 @@ Counted at every position, these are 8939 k gates, and 657 k more in the or-pool
     size m (k = 64)     572,096 and 42,048      published: 566,000
     size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
 
-The paper pads the second and third convolutions and has a third pool. Source: as in `jaxbp.logic_conv2d`.
+Convolutions are unpadded. The paper pads the second and the third, and has a third pool. Source: as in
+`jaxbp.logic_conv2d`.
 """
 
 import dataclasses
@@ -104,32 +105,29 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConvConfig(GateConfig):
-    """A convolutional network of differentiable logic gates on bits of thresholded images.
-
-    The test accuracy is measured with hard gates.
-    """
+    """A convolutional network of differentiable logic gates on bits of thresholded images. The test accuracy is for hard gates."""
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)
 
     size: SizeName = "s"
-    """Size of the network. It determines the defaults of the settings that are None."""
+    """Size of the network, which determines the settings that are None."""
     kernels: Annotated[int | None, Range(1)] = None
     """Number of kernels in the first convolution. The other layers grow in proportion."""
     tau: Annotated[float | None, Range(above=True)] = None
-    """Temperature, the divisor of a class's score, which is the sum of its gates' outputs."""
+    """Divisor of a class's score, the sum of its gates' outputs."""
     levels: Annotated[int | None, Range(1)] = None
-    """Number of bits per value of the image: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
+    """Number of bits per value: whether it exceeds 1 / (levels + 1), 2 / (levels + 1), ..."""
     weight_decay: Annotated[float | None, Range()] = None
     """Weight decay of AdamW."""
     shift: Annotated[int | None, Range()] = None
     """Largest random shift of training images in each direction, in pixels."""
     distortion: Annotated[float | None, Range()] = None
-    """Standard deviation of smooth random distortions of the training images, in pixels."""
+    """Standard deviation of smooth random distortions of training images, in pixels."""
     initialization: Literal["residual", "normal"] = "residual"
-    """Initial gates: with residual, each passes on its first input; with normal, each is a random mixture."""
+    """Initial gates: residual gates pass on their first input, normal gates are random mixtures."""
     residual_logit: Annotated[float | None, Range(above=True)] = None
-    """Initial logit of the function that passes on the first input: see jaxbp.initial_logits."""
+    """Initial logit of the function that passes on the first input."""
     parametrization: Parametrization | None = None
     """Parametrization of the gates: see jaxbp.gate_layer."""
 

@@ -1,4 +1,4 @@
-"""Check whether values, for example from a JSON file, have annotated types."""
+"""Check whether values have annotated types."""
 
 import reprlib
 import types

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def shift(
     key: PRNGKeyArray, images: Float[Array, "batch channels height width"], pixels: int
 ) -> Float[Array, "batch channels height width"]:
-    """Shift each image by random numbers of rows and columns in -pixels, ..., pixels, and fill with zeros."""
+    """Shift each image at random by up to `pixels` rows and columns, and fill with zeros."""
     sides = (pixels, pixels)
     padded = jnp.pad(images, ((0, 0), (0, 0), sides, sides))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * pixels + 1)
@@ -20,8 +20,7 @@ def distort(
 ) -> Float[Array, "batch channels height width"]:
     """Distort each image by a smooth random field of displacements.
 
-    Displacements at knots x knots points have the standard deviation `pixels`, and are interpolated cubically. Images
-    are read with bilinear interpolation, and are zero outside.
+    Displacements at `knots * knots` points have the standard deviation `pixels`, and are interpolated cubically.
 
     Source: P. Simard et al., "Best practices for convolutional neural networks applied to visual document analysis",
     ICDAR 2003. The paper smooths noise instead.

@@ -59,7 +59,7 @@ MD5: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# CIFAR-10's files have no header. Each image has one byte for the label, and one per channel, row, and column.
+# CIFAR-10's files have no header. One byte for the label precedes each image.
 CIFAR10_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR10_RECORD = 1 + math.prod(IMAGE_SHAPES["cifar10"])
 
@@ -82,10 +82,10 @@ def load(
     """Load a dataset.
 
     Args:
-      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing IDX files of MNIST and
-        Fashion-MNIST are downloaded. CIFAR-10's binary files are never downloaded.
-      mirrors: base addresses to download from, tried in this order.
-      md5: the MD5 checksums of the downloaded files, by name.
+      data_dir: the folder of the files. None: `jaxbp/<name>` in the user's cache folder. Missing files of MNIST and
+        Fashion-MNIST are downloaded, but not CIFAR-10's.
+      mirrors: base addresses for downloads, tried in this order.
+      md5: the MD5 checksums of downloaded files, by name.
 
     Raises:
       UserError: for an unknown name, or a file with corrupt or wrong content.
@@ -114,7 +114,7 @@ def default_data_dir(name: str) -> Path:
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "items ..."]:
-    """Read bytes from an IDX file, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
+    """Read an IDX file of bytes, gzipped if its name ends in `.gz`, as an array `(items, *item_shape)`."""
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     try:
@@ -133,7 +133,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can expand to gigabytes. One byte more than wanted shows surplus bytes.
+            # A small gzip file can expand to gigabytes. The extra byte shows surplus.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error
@@ -151,8 +151,8 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # The digit fills 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip removes
-    # the overshoot of the cubic interpolation.
+    # As in MNIST, the digit fills 20 x 20 pixels, so that unpadded convolutions do not lose strokes. The clip removes
+    # overshoot.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -218,7 +218,7 @@ def _find_or_download(folder: Path, file: str, mirrors: Sequence[str], md5: Mapp
         try:
             return Path(pooch.retrieve(url, f"md5:{md5[zipped.name]}", fname=zipped.name, path=folder))
         except (OSError, ValueError) as error:
-            # The innermost exception of a network error describes it in one line.
+            # The innermost exception is one line long.
             failures.append(f"{url}: {getattr(next(iter(error.args), None), 'reason', error)}")
     if is_new and folder.exists():
         folder.rmdir()  # pooch creates the folder before the download

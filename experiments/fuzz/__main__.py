@@ -4,20 +4,19 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-A program is an op with random shapes, options, implementation, dtype, and JAX transformation, such as vmap. A case is a
-program with one kind of data (`program.DATA`), determined by the seed and the case's number. `jaxbp/verify/judge.py`
-describes the comparison.
+The seed and a case's number determine the case. The cases of one program differ only in the kind of data
+(`program.DATA`). `jaxbp/verify/judge.py` describes the comparison.
 
-If a child process dies, or gives no answer for `--case-seconds`, its case counts as a crash, and runs again with
-autodiff. If autodiff crashes as well, the fault is in JAX. A failing case is reduced, and printed as Python code. The
-exit code is 1 after a failure, or after a crash that does not occur with autodiff. The JSON file has the fields of
-every result file (`experiments/output/results.py`), and:
+A failing case is reduced, and printed as Python code. If a child process dies or hangs, its case counts as a crash, and
+runs again with autodiff. If autodiff crashes as well, the fault is in JAX. The exit code is 1 after a failure, or after
+a crash that does not occur with autodiff. The JSON file has the fields of every result file
+(`experiments/output/results.py`), and:
 
-    seed, cases    the cases with the numbers 0 to cases - 1 of this seed were run
+    seed, cases    the cases 0 to cases - 1 of this seed were run
     refused        the number of cases that a kernel does not support (NotImplementedError)
     lost           the number of cases that did not run, because an earlier case of their program crashed
     failures       one object per failure, with code that reproduces it
-    crashes        one object per crash. `autodiff` says how a process with autodiff ended; null means without a crash
+    crashes        one object per crash. `autodiff` says how autodiff crashed, or is null
 """
 
 import collections
@@ -47,23 +46,23 @@ class FuzzConfig:
     """Run ops with random shapes, dtypes, options, and data, and compare the results with float64."""
 
     seconds: float | None = None
-    """Stop after this number of seconds. Without --cases and --only, the default is one minute."""
+    """Stop after this number of seconds. Default: 60, or with --cases or --only, no limit."""
     cases: int | None = None
     """Stop after this number of cases."""
     seed: int | None = None
-    """Seed of the cases. By default, a random seed, which is printed."""
+    """Seed of the cases. Default: random, and printed."""
     ops: tuple[str, ...] = ()
     """Names of the ops to run. By default, all ops."""
     only: int | None = None
     """Run only the case with this number."""
     processes: int = 1
-    """Number of child processes. With 0, cases run in this process, and a crash ends it."""
+    """Number of child processes. With 0, a crash ends this process."""
     case_seconds: float = 120.0
-    """Kill a child process that takes more than this number of seconds for one case."""
+    """Kill a child process after this number of seconds for one case."""
     json: Path | None = None
     """JSON file for the counts, failures, and crashes."""
     resume: bool = False
-    """Continue after the last case in the JSON file, and add the new results to the file."""
+    """Continue after the last case in the JSON file, and add the new results."""
 
 
 @dataclasses.dataclass
@@ -80,7 +79,7 @@ class Found:
 
     def add(self, done: Done) -> Iterator[str]:
         task, program = done.task, done.task.program
-        outcomes = {outcome.draw: outcome for outcome in done.results}  # the reduced case of a draw comes last
+        outcomes = {outcome.draw: outcome for outcome in done.results}  # a draw's reduced case comes last
         for draw, outcome in outcomes.items():
             for field in ("dtype", "implementation", "transformation"):
                 self.counts[field][str(getattr(program, field))] += 1

@@ -25,7 +25,7 @@ DATA = (
     "with ruled-out entries",
     "under a mask",
 )
-"""Kinds of data. Each program runs on data of every kind, because compiling takes longer than running.
+"""Each program runs on every kind of data, because compiling takes longer than running.
 
 "with ruled-out entries" puts -inf into the first argument, and zeros into weights. "under a mask" sets half of the
 cotangents to 0.
@@ -41,9 +41,9 @@ class Program:
     implementation: str | None
     transformation: str
     exact: bool = True
-    """Whether products of float32 are in exact float32, not in TF32."""
+    """Whether float32 products are exact, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not valid classes. The cotangents of their examples are 0."""
+    """Whether some labels are not classes. The cotangents of their examples are 0."""
 
     @property
     def kink_convention(self) -> bool:
@@ -51,7 +51,7 @@ class Program:
         return self.entry.kink_convention or self.entry.name in REFERENCES
 
     def arguments(self, random: np.random.Generator, kind: str) -> Arguments:
-        """Draw the arguments of the op. Floats are of the given kind. Integers are the same in every draw."""
+        """Draw the op's arguments. Floats are of the given kind. Integers are equal in every draw."""
         integers, floats = np.random.default_rng(0), []
 
         def drawn(argument):
@@ -67,7 +67,7 @@ class Program:
         return take_apart(self.entry.function, jax.tree.map(drawn, self.case.arguments))
 
     def masked(self, cotangent: np.ndarray, random: np.random.Generator, kind: str) -> np.ndarray:
-        """Set the cotangent to zero at invalid labels, and for the kind "under a mask" also at random elements."""
+        """Set the cotangent to zero at invalid labels, and "under a mask" also at random elements."""
         if self.invalid_labels:
             cotangent = cotangent * self._is_valid(cotangent.shape)
         return cotangent * (random.random(cotangent.shape) < 0.5) if kind == "under a mask" else cotangent
@@ -92,7 +92,7 @@ class Program:
                 x = x + random.choice([0.0, 1.0, 100.0])
         if kind == "far from zero" and not argument.weights:
             x = x + random.choice([1e3, 1e4] if argument.positive else [1e3, -1e4, 3e4])
-        # At probability 0, autodiff of the definition of a divergence gives a wrong second derivative.
+        # At probability 0, autodiff gives a wrong second derivative of a divergence.
         if not x.size or not (self.differentiated_once or not argument.weights):
             return x.astype(self.dtype)
         if kind == "with ruled-out entries" and argument.weights:
@@ -103,7 +103,7 @@ class Program:
         if kind == "with subnormal numbers" and self.dtype != "float64" and not argument.weights:
             x.flat[random.integers(x.size, size=2)] = float(limits.tiny) / random.choice([-4, 4, 64], 2)
         if kind in ("with special values", "under a mask"):
-            # If the sum of a row's squares overflows, a norm is NaN, but not in the float64 reference.
+            # If a row's sum of squares overflows, a norm is NaN, but not in float64.
             most = float(limits.max) ** 0.5 / (8 if "norm" in self.entry.name else 1)
             # In float64, the op and its reference may underflow in different terms.
             least = float(limits.tiny) ** (0.5 if self.dtype == "float64" else 1)
@@ -113,14 +113,14 @@ class Program:
 
     @property
     def differentiated_once(self) -> bool:
-        """Whether the program has no second derivatives. At infinities, these depend on how a formula is written."""
+        """Whether the program has no second derivatives. At infinities, they depend on how a formula is written."""
         return "_backward" not in self.entry.name and self.transformation not in SECOND_ORDER
 
     @property
     def takes_infinities(self) -> bool:
         """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        A convolution may be computed as a product that multiplies these values by zero.
+        A convolution may multiply its arguments by zero.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

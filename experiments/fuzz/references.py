@@ -1,5 +1,7 @@
-"""Reference implementations of maxima and minima whose gradient goes to the first of equal values, or to the first NaN,
-as jaxbp defines it. JAX's autodiff of `jnp.max` divides the gradient among equal values instead."""
+"""Maxima and minima whose gradient goes to the first of equal values, or to the first NaN, as jaxbp defines it.
+
+JAX's autodiff of `jnp.max` divides the gradient among equal values instead.
+"""
 
 import functools
 from collections.abc import Callable, Mapping

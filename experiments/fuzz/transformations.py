@@ -1,4 +1,4 @@
-"""JAX transformations of an op, a function from arrays to a list of arrays."""
+"""JAX transformations of an op, which is a function `(*arrays) -> list of arrays`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ def plain(function):
 
 
 def vmapped(function):
-    """Return `function` under `vmap` over two examples: the arguments, and the arguments divided by 2."""
     return lambda *values: jax.vmap(function)(*map(_and_half, values))
 
 

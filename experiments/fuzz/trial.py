@@ -17,12 +17,11 @@ from jaxbp.verify.reference import Expected, Reference
 
 EPS = float(np.finfo(np.float32).eps)
 FLOAT32 = Tolerance(rtol=32 * EPS, atol=EPS, step=None)
-"""This tolerance is strict enough to find formulas that lose digits."""
+"""Strict enough to find formulas that lose digits."""
 TF32 = TOLERANCES["float16"]
 """TF32 has as many digits as float16."""
 HEADROOM = 4
-"""A result may overflow above 1 / HEADROOM of the dtype's largest number, because terms of a sum may be larger than
-the sum."""
+"""A result may overflow above 1 / HEADROOM of the dtype's largest number, because terms may exceed their sum."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 """XLA keeps every rounding, and compiles faster."""
 
@@ -69,7 +68,7 @@ class Trial:
 
 
 def _wanted(exact: np.ndarray, ours: jax.Array) -> np.ndarray:
-    """Return `exact`, autodiff's results in float64, with the values of `ours` where every value is accepted.
+    """Return `exact`, autodiff's float64 results, with the value of `ours` where `exact` is NaN or `ours` may overflow.
 
     Where `exact` is NaN, a better formula may give a number.
     """

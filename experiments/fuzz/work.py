@@ -53,7 +53,7 @@ class Outcome:
 
 
 def work(task: Task) -> Iterator[Outcome]:
-    """Yield one outcome per draw, and after each failure, the outcome of a reduced case if there is one."""
+    """Yield one outcome per draw, and after a failure also a reduced case's outcome if there is one."""
     if next(_tasks) % CLEARED_EVERY == 0:
         jax.clear_caches()
     for draw, message in _outcomes(task.program, task, task.draws):

@@ -1,7 +1,4 @@
-"""Measure, print, and save the accuracy of ops for `experiments.check --accuracy`.
-
-Each row has the worst error of one op, dtype, and implementation, and the location of the data with this error.
-"""
+"""Measure, print, and save the accuracy of ops for `experiments.check --accuracy`."""
 
 import dataclasses
 import functools
@@ -22,7 +19,7 @@ from jaxbp.catalogue import Entry
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
 """Fewer locations and draws, for convolutions and for kernels without a GPU."""
 MORE = 8
-"""The factor for the number of draws when a location is measured again."""
+"""The factor for the draws of a second measurement."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 
@@ -34,7 +31,7 @@ def measure(
     console: Console,
     path: Path | None = None,
 ) -> bool:
-    """Print and save one row per op, dtype, and implementation. Return whether every error is allowed.
+    """Print and save the worst error per op, dtype, and implementation. Return whether all errors are allowed.
 
     Rows in the file `path` whose errors are allowed are not measured again.
     """
@@ -71,7 +68,7 @@ def _kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, scales, draws: int) -> list[Accuracy]:
-    """Measure the errors at all locations. Measure too large an error again with more draws."""
+    """Measure the errors at all locations, and errors that are too large again with more draws."""
     run = functools.partial(accuracy, {entry.name: (entry, entry.small)}, (implementation,))
     found = []
     for each in run(dtypes, offsets, scales, draws):
@@ -86,7 +83,7 @@ def _found(entry: Entry, implementation: str, dtypes: Sequence[str], offsets, sc
 def worst(found: Sequence[Accuracy], draws: int) -> dict[str, Any]:
     most = max(found, key=lambda each: each.excess)
     row = dataclasses.asdict(most) | {"places": len({each.place for each in found}), "draws": draws}
-    return finite(row, lambda infinite: 1e300)  # no finite relative error is that large
+    return finite(row, lambda infinite: 1e300)  # larger than any finite error
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

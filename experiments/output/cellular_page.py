@@ -1,4 +1,4 @@
-"""Write one HTML file, which runs a hardened cellular automaton in the browser, also offline.
+"""Write an HTML file that runs a hardened cellular automaton in the browser, also offline.
 
 Each bitwise operation of its JavaScript computes a gate for 32 cells.
 """
@@ -35,7 +35,7 @@ def write_page(
 
     Args:
       fire_rate: the probability that a cell updates in a tick.
-      visible: the number of leading channels to show. None: the target's channels, or 1 without a target.
+      visible: the number of leading channels to show. None: as many as the target has, or 1.
     """
     height, width, channels = initial_state.shape
     visible = visible or (1 if target is None else target.shape[-1])
@@ -74,7 +74,7 @@ def write_page(
 
 
 def words_of(state: Bool[np.ndarray, "height width channels"]) -> str:
-    """Encode a state in hexadecimal, one channel and row after another, with eight digits per 32 cells of a row."""
+    """Encode a state in hexadecimal, one row of one channel after another, with eight digits per 32 cells."""
     words = pack_grid(state[None])[:, 0].astype("<u8").view("<u4")[..., : -(-state.shape[1] // 32)]
     return "".join(f"{word:08x}" for word in words.ravel().tolist())
 

@@ -29,7 +29,7 @@ PALETTES = {
 """Bit i of a color's index is the value of channel i."""
 FRAMES = 8
 GIF_PIXELS = 384
-"""The largest length of a GIF's longer side, unless the grid has more cells."""
+"""The largest side of a GIF, unless the grid has more cells."""
 GIF_MILLISECONDS, GIF_LAST_MILLISECONDS = 100, 1500
 
 
@@ -44,9 +44,9 @@ def write_pictures(
     fire_rate: float = 1.0,
     seed: int = 0,
 ) -> list[Path]:
-    """Write pictures of three runs of `ticks` ticks, and return the paths of the files.
+    """Write pictures of three runs of `ticks` ticks, and return their paths.
 
-    The third run starts from the last state of the first run, with a square destroyed.
+    The third run starts from the first run's last state, with a square destroyed.
     """
 
     def run(state, number):
@@ -67,7 +67,7 @@ def write_pictures(
 
 
 def with_square_destroyed(state: Bool[np.ndarray, "height width channels"], side: int | None = None) -> np.ndarray:
-    """Return the state with zeros in a central square, by default half as long as the grid's shorter side."""
+    """Return the state with zeros in a central square, by default half as long as the shorter side."""
     height, width, _ = state.shape
     side = side or max(1, min(height, width) // 2)
     top, left = (height - side) // 2, (width - side) // 2

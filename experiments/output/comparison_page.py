@@ -1,4 +1,4 @@
-"""Write the HTML page of `experiments.compare`: tables and pictures in one file."""
+"""Write the HTML page of `experiments.compare`."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from jaxbp.verify.page import colour, printed, section
 
 Report = Mapping[str, Any]
 
-# The page's text color replaces this color in the finished picture.
+# The page's text color replaces this color.
 _TEXT = "#010203"
 
 
@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def curves_table(curves: Mapping[str, Sequence[float | None]], reference: str) -> Table:
-    """Tabulate each implementation's loss at some steps, and its largest distance from `reference`'s loss."""
+    """Tabulate each implementation's losses, and their largest distance from `reference`'s losses."""
     table, steps = Table("step", *curves, title="training loss"), len(curves[reference])
     for step in sorted({0, *(steps * i // 10 for i in range(1, 10)), steps - 1}):
         losses = (curve[step] for curve in curves.values())
@@ -77,7 +77,7 @@ def _svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
 
 def _draw_curves(axes: Axes, report: Report) -> None:
     for name, curve in report["curves"].items():
-        # Equal curves overlap, so the reference is a broad line below the thin lines.
+        # Equal curves overlap, so the reference is a broad line below.
         is_reference = name == report["reference"]
         style = dict(linewidth=5, alpha=0.5) if is_reference else dict(linewidth=1.2)
         axes.plot(_steps(curve), _line(curve), color=colour(name), label=name, **style)

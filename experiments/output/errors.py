@@ -1,4 +1,4 @@
-"""Errors of the commands, and a function that runs a command. The exit codes of a failed command are:
+"""Errors of the commands. The exit codes of a failed command are:
 
 1      the command cannot continue: corrupt files, a full disk, a loss that is not finite
 2      a mistake of the user
@@ -18,7 +18,7 @@ import tyro
 
 
 class UserError(ValueError):
-    """An invalid setting or file from the user. A command prints only its message, without a traceback."""
+    """An invalid setting or file from the user. A command prints only the message."""
 
 
 class BrokenRun(Exception):
@@ -32,12 +32,11 @@ class Stopped(KeyboardInterrupt):
 def run_command(
     run: Callable[[Any, str], int], config: Any, module: str, args: Sequence[str] | None, **options: Any
 ) -> int:
-    """Parse the command line, call `run(parsed, command)`, and return the exit code. `command` is the command as text.
+    """Parse the command line, call `run(parsed, command)` with the command as text, and return the exit code.
 
     Args:
       config: the dataclass of the settings, or a union of dataclasses, one per subcommand.
       module: the text after `python -m`.
-      options: further arguments of `tyro.cli`.
     """
     args = sys.argv[1:] if args is None else list(args)
     program = ["python", "-m", *module.split()]
@@ -74,7 +73,7 @@ def exit_code(command: Callable[[], int]) -> int:
 def refuse_unknown(
     what: str, names: Sequence[str], known: Iterable[str], wanted: str = "names among "
 ) -> tuple[str, ...]:
-    """Return `names`, or all known names if `names` is empty. Raise UserError if a name is unknown."""
+    """Return `names`, or all known names if it is empty. Raise UserError if a name is unknown."""
     known = list(dict.fromkeys(known))
     if unknown := [name for name in names if name not in known]:
         like = dict.fromkeys(close for name in unknown for close in difflib.get_close_matches(name, known))

@@ -1,9 +1,9 @@
-"""The fields that all result files have. A result file is a JSON object that a command writes.
+"""The fields of every result file, a JSON object that a command writes.
 
 schema     1
 command    the command line
 date       ISO 8601, UTC
-commit     Git's short hash, with `+` if tracked files differ from the commit; null if unknown
+commit     Git's short hash, with `+` if tracked files differ; null if unknown
 device     JAX's name for the kind of device
 platform   "cpu", "gpu", ...
 versions   of Python, jaxbp, and the packages that jaxbp uses
@@ -28,7 +28,7 @@ from experiments.output.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMIT_VARIABLE = "JAXBP_COMMIT"
-"""The environment variable with the commit, for source files without a Git history."""
+"""The environment variable with the commit, for sources without a Git history."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -50,7 +50,7 @@ def commit(root: Path = ROOT) -> str | None:
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
-        # An installed package may lie in another project's checkout, which has another commit.
+        # An installed package may lie in another project's checkout.
         if Path(_git(root, "rev-parse", "--show-toplevel")) == root.resolve():
             is_dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
             return _git(root, "rev-parse", "--short", "HEAD") + "+" * is_dirty

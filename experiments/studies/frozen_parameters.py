@@ -2,13 +2,9 @@
 
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
 
-The model is a stack of blocks with frozen parameters and with adapters (LoRA, E. Hu et al., arXiv:2106.09685):
-
-    n = layer_norm(x, scale, bias),    x + adapted(gelu(adapted(n))),
-    adapted(h) = linear(h, w, b) + linear(linear(h, down), up).
-
-The arrays down and up are an adapter. The other parameters are frozen. Each row is for a program that computes the
-gradients of the `wanted` parameters: "adapters", or "all".
+In each block of the model, a dense layer is `adapted(h) = linear(h, w, b) + linear(linear(h, down), up)`. The arrays
+down and up are an adapter (LoRA, E. Hu et al., arXiv:2106.09685). The other parameters are frozen. Each row is for a
+program that computes the gradients of the `wanted` parameters: "adapters", or "all".
 """
 
 import argparse
@@ -62,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`. The shape of x and dy is `(rows, features)`."""
+    """Return the arguments of `loss`, with `(rows, features)` for x and dy."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []

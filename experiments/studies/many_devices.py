@@ -3,8 +3,7 @@
     python -m experiments.studies.many_devices measure --json docs/results/many-devices.json   # on several GPUs
     python -m experiments.studies.many_devices compile --json docs/results/collectives.json    # needs CUDA's compiler
 
-docs/benchmarks/devices.md describes the measurements. `compile` compiles the steps for eight H200 GPUs, which need not
-be present.
+docs/benchmarks/devices.md describes the measurements. `compile` compiles for eight H200 GPUs, which may be absent.
 """
 
 import argparse
@@ -32,7 +31,7 @@ OVERLAPPING = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**17,
 }
-"""With these compiler options, XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
+"""With these options, XLA sums a layer's gradients over the GPUs during the backward of earlier layers."""
 EXAMPLES = {"lenet": (8192, 65536), "logic": (128, 1024), "logic-large": (128, 1024), "mixer": (8192,)}
 COMPILED_FOR = 8
 SECONDS = 0.03
@@ -46,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)
     if given.what == "compile":
-        jax.config.update("jax_platforms", "cpu")  # otherwise JAX would compile for the machine's GPU, if it has one
+        jax.config.update("jax_platforms", "cpu")  # not the machine's GPU
     report = provenance(shlex.join(["python", "-m", "experiments.studies.many_devices", *args]))
     report |= {"devices": len(jax.devices()) if given.what == "measure" else COMPILED_FOR, "rows": []}
     for row in {"measure": measured, "compile": compiled}[given.what](selected(given.workloads)):
@@ -57,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def data_parallel(workload: Workload, examples: int, mesh: Mesh) -> tuple[Any, ...]:
-    """Return the shapes and shardings of the arguments of a step with `examples` examples per device."""
+    """Return the arguments' shapes and shardings for a step with `examples` examples per device."""
 
     def on_mesh(tree, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -124,7 +123,7 @@ def compiled(workloads: Sequence[Workload]) -> Iterator[dict[str, Any]]:
 
         return step
 
-    # Inside the `with` statement, nothing can run, because the GPU is absent. Building the functions runs code.
+    # Building the functions runs code, which is impossible inside `with`, because the GPUs are absent.
     functions = [one_step(workload.function(None, "float32")) for workload in workloads]
     with gpus(HOPPER, COMPILED_FOR) as devices:
         for workload, function in zip(workloads, functions, strict=True):
@@ -152,7 +151,7 @@ def communicated(program: str) -> dict[str, Any]:
         if found := COLLECTIVE.search(line):
             kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", found["result"])
-            if found["start"]:  # the type has the arguments, followed by the results
+            if found["start"]:  # the arguments, followed by the results
                 running, arrays = running + 1, arrays[: len(arrays) // 2]
             size += sum(SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n) for dtype, shape in arrays)
         running -= bool(re.search(r" [a-z-]+-done\(", line))

@@ -3,9 +3,9 @@
     python -m experiments.studies.profiles --json docs/results/profiles.json      # on a GPU, with `ncu` on the path
 
 A workload is CASE[@BATCH][/DTYPE[/IMPLEMENTATION[/PRECISION]]]. `python -m experiments.bench --help` describes CASE.
-The defaults are float32, `implementation="pallas"`, and `precision="default"`. The profile has jaxbp's kernels and the
-matrix products of cuBLAS and CUTLASS. With `implementation=None`, it also has XLA's fusions. The result file has one
-row per launch of a kernel. docs/benchmarks/profiles.md describes the fields.
+The defaults are float32, `implementation="pallas"`, and `precision="default"`. The result file has one row per launch
+of jaxbp's kernels, of cuBLAS, and of CUTLASS, and with `implementation=None` also of XLA's fusions.
+docs/benchmarks/profiles.md describes the fields.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{workload}: killed after {SECONDS} s", flush=True)
-    with contextlib.suppress(ProcessLookupError):  # child processes of the profiler may outlive it
+    with contextlib.suppress(ProcessLookupError):  # the profiler's children may outlive it
         os.killpg(process.pid, signal.SIGKILL)
     return log.read_text() if log.exists() else ""
 

@@ -1,9 +1,8 @@
-"""Train one or more experiments with several seeds each, and write the results of all runs to one file.
+"""Train experiments with several seeds each, and write one row per run to a result file.
 
     python -m experiments.studies.seeds "lenet --precision float32" "lenet --precision mixed_float16" --json out.json
 
-Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`. The result file has one
-row per setting and seed.
+Each quoted string is one setting: arguments of `python -m experiments.train`, without `--seed`.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from experiments.training.reports.logic import relaxed_predictions, samples_per_
 from jaxbp import pack_bits
 
 Task = tuple[str, int]
-"""The arguments of `experiments.train` as one string, and the seed."""
+"""A setting and a seed."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     tasks = [(settings, seed) for seed in range(given.seeds) for settings in given.settings]
     for task in tasks:
-        config_of(task)  # raises the errors of invalid settings before anything is trained
+        config_of(task)  # refuses invalid settings before any training
     share_gpus()
     report = provenance(shlex.join(["python", "-m", "experiments.studies.seeds", *args])) | {"rows": []}
     if any("logic-conv" in settings for settings in given.settings):

@@ -1,9 +1,9 @@
-"""Time the kernels of docs/tutorial_faster.md, and compare the time of each kernel with the roofline.
+"""Time the kernels of docs/tutorial_faster.md, and compare each time with the roofline.
 
     python -m experiments.studies.tutorial_steps --json docs/results/tutorial-steps.json      # on a GPU
 
-The code of the page defines the kernels in `STEPS`, and checks their gradients. The roofline is the least time in which
-this GPU can read dy, x, scale, and inv, and write dx and dscale.
+The page's code defines the kernels in `STEPS`. The roofline is the least time in which this GPU can read dy, x, scale,
+and inv, and write dx and dscale.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Checkpoints of a run. A checkpoint is a folder with `run.json` and `state/`.
+"""Checkpoints of a run. A checkpoint is a folder, which gets its final name when all its files are on disk.
 
-run.json has the settings, the metrics, and checksums. state/ has the parameters and the state of the optimizer, written
-by Orbax. A folder gets its final name when all its files are on disk.
+run.json has the settings, the metrics, and checksums. state/ has the parameters and the optimizer's state, written by
+Orbax.
 """
 
 import collections
@@ -35,11 +35,11 @@ RUN, STATE = "run.json", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint of a run after an epoch. The checkpoint of epoch 0 has the initial state.
+    """The checkpoint after an epoch. The checkpoint of epoch 0 has the initial state.
 
     Attributes:
       config: the settings, as from `configs.to_dict`.
-      constants: the checksum of the model's variables that are not trained, or None if there are none.
+      constants: the checksum of the model's untrained variables, or None if there are none.
       files: the checksum of each file, by its path within `state/`.
       folder: the folder of all checkpoints.
     """
@@ -57,7 +57,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, Any]:
-        """The shape and dtype of each array by its path. The arrays are not read."""
+        """The shape and dtype of each array by its path, without reading the arrays."""
         with self._orbax() as (orbax, state):
             return traverse_util.flatten_dict(orbax.metadata(state).item_metadata.tree, sep="/")
 
@@ -91,7 +91,7 @@ def write(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> Checkpoin
         remove(checkpoint.path)  # an existing folder of this epoch is corrupt
         os.rename(unfinished, checkpoint.path)
     except BaseException:
-        # After Ctrl-C, threads of Orbax may still write into the folder. A resumed run removes it.
+        # Threads of Orbax may still write into the folder. A resumed run removes it.
         with contextlib.suppress(OSError):
             remove(unfinished)
         raise
@@ -130,12 +130,12 @@ def _silent_threads() -> Iterator[None]:
         yield
     finally:
         logger.disabled = is_disabled
-    sys.unraisablehook = previous  # not restored after an error, because threads print after `save` has raised it
+    sys.unraisablehook = previous  # not restored after an error, because threads print later
 
 
 @contextlib.contextmanager
 def _for_orbax(folder: Path) -> Iterator[Path]:
-    """Yield the folder, or a symbolic link to it if its path has characters at which Orbax fails."""
+    """Yield the folder, or a symbolic link to it if Orbax fails at its path's characters."""
     folder = folder.resolve()
     if re.fullmatch(r"[\w/. -]*", str(folder)):
         yield folder
@@ -190,7 +190,7 @@ def to_arrays(state: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
-    """Invert `to_arrays`. The state has the structure of `like`. Raise BrokenRun as `check_like` does."""
+    """Invert `to_arrays`, with the structure of `like`. Raise BrokenRun as `check_like` does."""
     check_like(arrays, like)
     return jax.tree.unflatten(jax.tree.structure(like), [jax.numpy.asarray(arrays[name]) for name in _named(like)])
 
@@ -198,7 +198,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
 def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
     """Raise BrokenRun unless the arrays have the paths, shapes, and dtypes of `like`.
 
-    Check `Checkpoint.shapes` before reading arrays. A small file can claim an array that does not fit in memory.
+    Check `Checkpoint.shapes` before reading arrays: a small file can claim a huge array.
     """
     wanted = _named(like)
     for name in (*wanted, *arrays):
@@ -212,7 +212,7 @@ def check_like(arrays: Mapping[str, Any], like: PyTree) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Map paths to leaves (arrays). If `value` is a variable's only leaf, its path is the variable's path."""
+    """Map paths to arrays. The path of a variable's only array does not end in `/value`."""
     paths = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(state)

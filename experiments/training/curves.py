@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# pyplot keeps global state, and its backend depends on the machine's display.
+# pyplot has global state, and depends on the display.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -23,7 +23,7 @@ def draw(
 ) -> bytes:
     """Return a PNG with the loss and the error rate of each epoch, above misclassified test images.
 
-    `predictions` are the predicted classes of the test images. `names` are the names of the two curves.
+    `predictions` are the predicted classes of the test images.
     """
     mistakes = np.zeros(0, int)
     if predictions is not None and dataset.test_images.ndim == 4:
@@ -37,7 +37,7 @@ def draw(
     loss, error, *scale = above.subplots(1, 3 if scales else 2)
     _draw_curves(loss, metrics, "loss", [[getattr(line, f"{part}_loss") for line in metrics] for part in PARTS], names)
     errors = [[1 - getattr(line, f"{part}_accuracy") for line in metrics] for part in PARTS]
-    # A logarithmic axis cannot show 0, so an epoch without mistakes is drawn with half a mistake.
+    # A logarithmic axis cannot show 0. An epoch without mistakes is drawn with half a mistake.
     least = [0.5 / len(examples) for examples in (dataset.train_labels, dataset.test_labels)]
     _draw_curves(error, metrics, "error rate", errors, names, least)
     for axes in scale:

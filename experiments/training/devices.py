@@ -1,4 +1,4 @@
-"""The devices of a run. Each device holds all parameters and the whole dataset, and computes a part of every batch."""
+"""The devices of a run. Each holds all parameters and the dataset, and computes a part of every batch."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ EXAMPLES = "examples"
 
 
 def number_of(config: TrainingConfig) -> int:
-    """Return the number of devices of a run. By default, it is as large as possible, and divides the batch size."""
+    """Return the number of devices of a run, by default the largest that divides the batch size."""
     processes, batch, devices = jax.process_count(), config.batch_size, config.devices
     there_are = processes * min(map(len, _of_each_process()))
     if batch % processes:
@@ -51,16 +51,16 @@ def shares(mesh: Mesh) -> NamedSharding:
 def shared(loss: Callable, mesh: Mesh) -> Callable:
     """Return `loss(params, inputs, targets)` as a function that divides the examples of a batch among the devices.
 
-    Gradients are summed over the devices in the parameters' dtype. XLA's own division would sum in the dtype of the
-    computation.
+    Gradients are summed over the devices in the parameters' dtype. XLA's partitioner would sum in the computation's
+    dtype.
     """
     batch = PartitionSpec(EXAMPLES)
-    # `check_vma=True` requires that kernels declare the mesh axes along which their results vary. jaxbp's do not.
+    # With `check_vma=True`, kernels must declare the mesh axes along which their results vary. jaxbp's do not.
     return jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch, check_vma=False)
 
 
 def on_each(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Return the arrays with a copy on each device. Every process must pass equal arrays."""
+    """Copy arrays to each device. Every process must pass equal arrays."""
     sharding = whole(mesh)
 
     def placed(array):

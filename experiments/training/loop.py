@@ -1,4 +1,4 @@
-"""The training loop. Each epoch is one call of a compiled scan over batches, and the data stays on the devices."""
+"""The training loop. An epoch is one call of a compiled scan over batches. The data stays on the devices."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Share = Callable[[Array], Array]
 
-# cuDNN's fastest convolution gradients sum in no fixed order, and its autotuner's choice may differ between processes.
-# With deterministic ops, repeated and resumed runs give the same bits on a GPU.
+# Repeated and resumed runs give the same bits. Otherwise, cuDNN's convolution gradients sum in no fixed order, and
+# autotuning may differ between processes.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -52,15 +52,15 @@ class Metrics(NamedTuple):
     compile_seconds: float
     """Only the first epoch of a process compiles."""
     loss_scale: float | None = None
-    """The factor of the loss after this epoch. None if the loss is not scaled."""
+    """The loss scale after this epoch, or None if the loss is not scaled."""
     skipped_steps: int = 0
-    """Number of steps that changed only the loss scale, because the loss or a gradient was not finite."""
+    """Number of steps that changed only the loss scale, because values were not finite."""
 
 
 MOST_SKIPPED = 50
-"""The largest number of consecutive skipped steps. Far fewer steps reach the smallest loss scale."""
+"""The largest number of consecutive skipped steps. Far fewer reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run with a larger mean loss or parameter has diverged. A network of gates can diverge with a small loss."""
+"""A run with a larger mean loss or parameter has diverged. Gates can diverge with a small loss."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between two runs with the same settings."""
 
@@ -74,7 +74,7 @@ class Training:
     model: nnx.Module
     constants_checksum: str | None
     train_epoch: Callable[[TrainState, int], tuple[TrainState, Array, Array, Array]]
-    """`(state, epoch) -> (state, losses, accuracies, finite)`, as `train_epoch`. It overwrites the given state."""
+    """`(state, epoch) -> (state, losses, accuracies, finite)`: see `train_epoch`. Overwrites the given state."""
     evaluate: Callable[[PyTree], tuple[Array, Array, Array]]
     """`params -> (mean loss, number of correct predictions, predictions)` on the test set."""
     restarted: Callable[[int], TrainState | None]
@@ -154,14 +154,14 @@ def _compiled(
 def split(model: nnx.Module, loss: Callable) -> tuple[PyTree, PureLoss]:
     """Return the model's parameters, and its loss as a pure function `(params, inputs, targets)`.
 
-    `loss` takes `(model, inputs, targets)`. The model's other variables keep their initial values.
+    `loss` takes `(model, inputs, targets)`. Other variables of the model stay constant.
     """
     graphdef, params, constants = nnx.split(model, nnx.Param, ...)
     return params, lambda params, inputs, targets: loss(nnx.merge(graphdef, params, constants), inputs, targets)
 
 
 def constants_checksum(model: nnx.Module) -> str | None:
-    """Return the SHA-256 of the model's variables that are not an `nnx.Param`, or None if there are none."""
+    """Return the SHA-256 of the model's variables that are no `nnx.Param`, or None if there are none."""
     variables, _ = jax.tree.flatten_with_path(nnx.state(model, nnx.Not(nnx.Param)))
     checksum = hashlib.sha256()
     for path, array in variables:
@@ -171,9 +171,9 @@ def constants_checksum(model: nnx.Module) -> str | None:
 
 
 def make_optimizer(peak: float, steps: int, clip: float | None = None, weight_decay: float = 0.0) -> FusedOptimizer:
-    """Return AdamW. Its learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
+    """Return AdamW with gradients clipped to ±clip.
 
-    Gradients are clipped to ±clip.
+    The learning rate rises to `peak` in the first 5% of `steps`, then falls to 0 as a cosine.
     """
     warmup_steps = steps // 20
     rate = optax.warmup_cosine_decay_schedule(0.0 if warmup_steps else peak, peak, warmup_steps, steps)
@@ -199,12 +199,12 @@ def train_epoch(
 
     Returns:
       The state, and for each step the mean loss, the accuracy, and whether the loss and gradients were finite. With a
-        loss scale, a step with other values keeps the parameters. Without a loss scale, the last result is True.
+        loss scale, a step without finite values keeps the parameters. Without a loss scale, the last result is True.
     """
     steps = len(inputs) // batch_size
     order = jax.random.permutation(jax.random.fold_in(key, epoch), len(inputs))
     batches = order[: steps * batch_size].reshape(steps, batch_size)
-    # The order uses `fold_in(key, epoch)`. The complement of the epoch gives the augmentation different keys.
+    # The order uses `fold_in(key, epoch)`. The epoch's complement gives different keys.
     keys = jax.random.split(jax.random.fold_in(key, ~jnp.uint32(epoch)), steps) if augment else None
 
     def mean_loss(params: PyTree, inputs: Array, targets: Array) -> tuple[Float[Array, ""], Array]:
@@ -244,7 +244,7 @@ def evaluate(
 ) -> tuple[Float[Array, ""], Int[Array, ""], Array]:
     """Return the mean loss over `inputs (N, ...)`, the number of correct predictions, and the predictions."""
     batches = -(-len(inputs) // batch_size)
-    # The last batch is padded with the last example.
+    # The last example pads the last batch.
     indices = jnp.minimum(jnp.arange(batches * batch_size), len(inputs) - 1).reshape(batches, batch_size)
 
     def of_batch(batch: Int[Array, " batch"]) -> tuple[Float[Array, " batch"], Array]:
@@ -265,9 +265,8 @@ def run(
     state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if its mean training loss exceeds `MOST_LOSS`, a parameter exceeds
-        `MOST_PARAMETER`, or a loss is not finite. With a loss scale, the training loss may be infinite or NaN in some
-        steps, but not in all, and not in `MOST_SKIPPED` consecutive steps.
+      FloatingPointError: after an epoch, if a loss is not finite, or if its mean or a parameter exceeds its limit. With
+        a loss scale, the loss may be infinite or NaN in some steps, but not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds
     for epoch in range(epochs_done + 1, training.epochs + 1):
@@ -320,7 +319,7 @@ def _refuse_non_finite(epoch: int, losses: Float[np.ndarray, " steps"], test_los
             f"the training loss became {losses[broken[0]]} at step {broken[0] + 1} of {losses.size} in epoch {epoch}, "
             f"so training stopped; {_after(epoch)}"
         )
-    # If the last update of an epoch makes parameters infinite, only the test loss shows it.
+    # After an epoch's last update, only the test loss shows infinite parameters.
     if not np.isfinite(test_loss):
         raise FloatingPointError(
             f"the test loss became {test_loss} after epoch {epoch}, so training stopped; {_after(epoch)}"

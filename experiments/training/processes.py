@@ -1,7 +1,7 @@
 """Train one model in several processes, as docs/many_devices.md describes. Process 0 runs JAX's coordinator.
 
-Each other process connects to the port after the coordinator's port. It sends its number, the number of processes, and
-a secret token in one line, and receives the settings.
+Each other process connects to the port after the coordinator's. In one line, it sends its number, the number of
+processes, and a secret token. It receives the settings.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from jaxtyping import PyTree
 from experiments.output.errors import UserError, exit_code
 
 TOKEN = "JAXBP_TOKEN"
-"""The environment variable with the token. If it is not set, process 0 generates and prints a token."""
+"""The environment variable with the token. By default, process 0 generates and prints a token."""
 START_SECONDS = 300
 INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
-"""Limits on the time and the size of the first line from another process."""
+"""Limits on the first line from another process."""
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
-"""The seconds in which a process must notice that another process has ended."""
+"""Seconds to notice that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """Seconds before the first probe of a TCP connection, seconds between probes, and number of probes."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
@@ -51,7 +51,7 @@ class Place:
 
     @classmethod
     def of(cls, args: Sequence[str]) -> "Place | None":
-        """Parse the options --coordinator, --process, and --processes. Return None if there are none."""
+        """Parse --coordinator, --process, and --processes. Return None if there are none."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--coordinator")
         parser.add_argument("--process", type=int)
@@ -76,7 +76,7 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
     """Connect to the other processes, run `command(settings)`, and end this process.
 
     Process 0 sends its `settings`, one line of text. If its command returns 0, all processes exit with 0. If a process
-    disappears, the others exit with 1.
+    disappears, all others exit with 1.
     """
     if place.process:
         links, settings = _call(place)
@@ -88,7 +88,7 @@ def run(place: Place, command: Callable[[str], int], settings: str | None = None
 
 
 def of_process_0(tree: PyTree) -> PyTree:
-    """Return process 0's arrays in every process. Every process must pass arrays of equal shapes and dtypes."""
+    """Return process 0's arrays in every process. Every process must pass equal shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     arrays, structure = jax.tree.flatten(jax.tree.map(np.asarray, tree))
@@ -111,7 +111,7 @@ class Joined:
         try:
             code = exit_code(lambda: self._initialized(command))
         except BaseException:
-            # Collectives fail if another process has ended. Meanwhile, `_watch` prints the reason.
+            # Collectives fail if another process has ended. `_watch` prints the reason.
             time.sleep(PARTING_SECONDS)
             traceback.print_exc()
             code = 1
@@ -122,9 +122,9 @@ class Joined:
     def _initialized(self, command):
         place = self._place
         if place.process:
-            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it; the others end after process 0.
+            # Ctrl-C in a terminal reaches all processes. Only process 0 handles it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # JAX's preemption service would catch SIGTERM, and the process would continue.
+        # JAX's preemption service would catch SIGTERM and continue.
         jax.config.update("jax_enable_preemption_service", False)
         host = f"[{place.host}]" if ":" in place.host else place.host
         address = _relay(place) if place.process else f"{host}:{place.port}"
@@ -158,13 +158,13 @@ class Joined:
                 watch.join(PARTING_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a normal exit would wait in JAX for processes that have already ended
+        os._exit(code)  # a normal exit would wait in JAX for processes that have ended
 
 
 def _listen(place):
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(16)
     links, introduced, deadline = {}, queue.SimpleQueue(), time.monotonic() + START_SECONDS
-    # JAX's coordinator crashes if its port is in use. The port is therefore reserved until the coordinator starts.
+    # JAX's coordinator crashes if its port is in use. Reserve the port until the coordinator starts.
     with _bound(place, place.port), _bound(place, place.port + 1) as server:
         if not os.environ.get(TOKEN):
             print(f"the other processes need the environment variable {TOKEN}={token}", file=sys.stderr, flush=True)
@@ -174,7 +174,7 @@ def _listen(place):
                 raise TimeoutError(
                     f"process {missing[0]} of {place.processes} did not connect to process 0 within {START_SECONDS} s"
                 )
-            with contextlib.suppress(OSError):  # no process has connected yet, or too many connections are open
+            with contextlib.suppress(OSError):  # no connection yet, or too many
                 link, _ = server.accept()
                 threading.Thread(target=_introduce, args=(link, token, introduced), daemon=True).start()
             while missing and not introduced.empty():
@@ -197,7 +197,7 @@ def _bound(place, port):
 
 
 def _introduce(link, token, introduced):
-    """Queue a new connection and its first line's numbers, or close it if its token is wrong."""
+    """Queue a new connection and the numbers that it sent, or close it if its token is wrong."""
     try:
         process, processes, said = _line(link, INTRODUCTION_BYTES, INTRODUCTION_SECONDS).split(" ", 2)
         if hmac.compare_digest(said.encode(), token.encode()):
@@ -245,8 +245,7 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps the
-    connection open.
+    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps it open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -270,7 +269,7 @@ def _forward(source, sink):
 
 
 def _lasting(link):
-    """Remove the connection's time limit, and turn on keepalive, which detects a lost machine."""
+    """Remove the connection's time limit. Keepalive detects a lost machine."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

@@ -1,6 +1,6 @@
 """The directory of a run, and how a run resumes after an interruption or damage. docs/runs.md lists the files.
 
-A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ from it.
+A run resumes from its newest intact checkpoint, and rewrites config.json and metrics.jsonl if they differ.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raise UserError if it holds no run, or one of an unknown experiment. Raise BrokenRun if every checkpoint is corrupt.
+    Raise UserError for no run or an unknown experiment. Raise BrokenRun if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def load(path: Path) -> tuple[TrainingConfig, nnx.Module]:
     """Return the settings of a run, and its model with the parameters of the newest checkpoint.
 
-    Raise the errors of `saved_config`, and BrokenRun if this version's model does not fit the parameters.
+    Raise the errors of `saved_config`, and BrokenRun if the parameters do not fit this version's model.
     """
     config, checkpoint = saved_config(path), newest(path)
     model, _ = config.build(jax.random.split(jax.random.key(config.seed))[0])
@@ -69,7 +69,7 @@ def _params(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest(path: Path, loud: bool = False) -> Checkpoint:
-    """Return the newest intact checkpoint of a run. If `loud`, warn if a newer checkpoint is corrupt."""
+    """Return the newest intact checkpoint of a run. If `loud`, warn of newer corrupt checkpoints."""
     _check_is_run(path)
     folder, damaged = path / CHECKPOINTS, []
     for epoch in checkpoints.epochs(folder):
@@ -97,7 +97,7 @@ class RunDirectory:
         """If the config sets `resume`, lock the directory and open its run. Otherwise, `begin` creates a run.
 
         Raises:
-          UserError: if there is no run to resume, its settings differ, or the directory of a new run is not empty.
+          UserError: if no run can resume, its settings differ, or a new run's directory is not empty.
           BrokenRun: if every checkpoint is corrupt, or if another process uses the directory.
         """
         if not self.config.resume:
@@ -140,12 +140,12 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial`, or `constants`, the checksum of the model's constants.
+        Raise BrokenRun if the checkpoint does not fit `initial`, or has another checksum `constants`.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(_locked(self._path))
-            _check_is_free(self._path)  # again under the lock: another process may have begun a run
+            _check_is_free(self._path)  # again: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
             first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
             checkpoints.write(first, checkpoints.to_arrays(initial))
@@ -162,7 +162,7 @@ class RunDirectory:
         state = checkpoints.from_arrays(self._checkpoint.arrays, initial)
         saved = configs.from_dict(type(self.config), self._checkpoint.config)
         if configs.differences(saved, self.config) or saved.devices != self.config.devices:
-            # Save the changed settings now, in case the run stops before the next checkpoint.
+            # The run may stop before the next checkpoint.
             extended = {**configs.to_dict(self.config), "run_dir": self._checkpoint.config["run_dir"], "resume": False}
             self._checkpoint = dataclasses.replace(self._checkpoint, config=extended)
             checkpoints.write_run(self._checkpoint, self._checkpoint.path)
@@ -183,11 +183,11 @@ class RunDirectory:
         write_atomically(self._path / name, data)
 
     def seal(self, names: Sequence[str]) -> None:
-        """Write the checksums of the files `names`. This marks the run as finished."""
+        """Write the files' checksums, which marks the run as finished."""
         self.write(CHECKSUMS, self._checksums(names).encode())
 
     def _write_anew(self, loud: bool = False) -> None:
-        """Remove files of killed processes, and rewrite settings and metrics that differ from the checkpoint."""
+        """Remove files of killed processes. Rewrite settings and metrics that differ from the checkpoint."""
         for folder in (self._path, self._path / CHECKPOINTS):
             for leftover in filter(is_leftover, folder.iterdir()):
                 remove(leftover)
@@ -197,8 +197,7 @@ class RunDirectory:
             found = file.read_bytes() if file.is_file() else b""
             if found == data:
                 continue
-            # A file that only ends earlier or later is not damaged: the process was killed, or resumed an earlier
-            # checkpoint.
+            # A file that only ends earlier or later is from a killed process or an earlier checkpoint.
             if loud and not (data.startswith(found) or found.startswith(data)):
                 warn(f"{file} has changed since the run wrote it, and was rewritten from the checkpoint")
             write_atomically(file, data)

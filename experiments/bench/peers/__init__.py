@@ -20,7 +20,7 @@ PEERS = {
 """Each module defines `VERSION` and `variants(task)`, an iterator of `Variant`s."""
 
 FASTEST = {"torchlogix": "light, *", "published automaton": "16 gates"}
-"""A pattern for the variants of the fastest formulation, for peers with several formulations."""
+"""Patterns for the variants with the fastest formulation."""
 
 VariantChoice = Literal["best", "all"]
 
@@ -31,10 +31,10 @@ class Task:
 
     Attributes:
       op, options: the name of an op or of a training step, and its `Workload.options`.
-      sets: for an op, one set of jaxbp's arguments per call; for a training step, a single set. Empty if only the names
+      sets: one set of jaxbp's arguments per call of an op, or a single set for training steps. Empty if only the names
         of the variants are needed.
-      small: arguments at a small batch size, for which the peer's results are compared with float64.
-      calls: the number of calls, or of training steps, in one timed program.
+      small: a set of arguments with a small batch, for the comparison with float64.
+      calls: the number of calls or training steps in one timed program.
       products: whether the workload has matrix products or convolutions.
     """
 
@@ -53,8 +53,8 @@ class Task:
 Variant = tuple[str, str | None, Callable[[], dict[str, Any]]]
 """The name of a variant, the precision of its products or None, and a function that measures the variant.
 
-The function returns fields of `measure.MEASURED`, and the floating results for `Task.small` as `results`, or None if
-they cannot be compared. If they should differ from jaxbp's results, `reference` has their float64 values.
+The function returns fields of `measure.MEASURED`, and `results`: the floating results for `Task.small`, or None if they
+cannot be compared. If results should differ from jaxbp's, `reference` has them in float64.
 """
 
 

@@ -1,4 +1,4 @@
-"""causal-conv1d, the depthwise convolution of Mamba's authors, as a peer of the bench."""
+"""causal-conv1d, the depthwise convolution of Mamba's authors."""
 
 import functools
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend, as a peer of the bench."""
+"""cuDNN's norms, through the PyTorch operators of NVIDIA's cuDNN frontend."""
 
 from importlib import metadata
 

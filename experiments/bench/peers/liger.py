@@ -1,4 +1,4 @@
-"""Liger-Kernel's norms and dense layer with cross-entropy, as a peer of the bench."""
+"""Liger-Kernel's norms and dense layer with cross-entropy."""
 
 from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Logic cellular automata as a peer of the bench, reimplemented from the article: 16 functions per gate, and autodiff.
+"""Logic cellular automata, reimplemented from the article: 16 functions per gate, and autodiff.
 
 One variant uses XLA's deterministic operations, as the article's code does.
 

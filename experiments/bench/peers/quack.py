@@ -1,6 +1,6 @@
-"""QuACK's norms, and its dense layer with cross-entropy, as a peer of the bench.
+"""QuACK's norms, and its dense layer with cross-entropy.
 
-QuACK has no autograd function for LayerNorm, so this module joins LayerNorm's forward and backward.
+QuACK has no autograd function for LayerNorm. This module joins its forward and backward.
 """
 
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""tokamax's norms, in JAX with Triton kernels, as a peer of the bench."""
+"""tokamax's norms, in JAX with Triton kernels."""
 
 import functools
 from importlib import metadata

@@ -1,7 +1,7 @@
-"""PyTorch as a peer of the bench.
+"""PyTorch as a peer.
 
 A captured training step is one CUDA graph of the forward, the backward, and the update by a fused optimizer. In the
-mode "compile, reduce-overhead", PyTorch itself captures the forward and the backward, but not the update.
+mode "compile, reduce-overhead", PyTorch itself captures all but the update.
 """
 
 import collections
@@ -38,10 +38,10 @@ def variants(task: Task) -> Iterator[Variant]:
 COMPILED_STEP, COMPILED_LAYERS = "compile, reduce-overhead", "compiled layers, CUDA graph"
 COMPILED_GRAPH, CHANNELS_LAST = "compile, CUDA graph", "compile, channels last, CUDA graph"
 COMPILE_SECONDS = 180.0
-"""`compile_layers` starts no further layer after this time. A whole model can take many minutes."""
+"""`compile_layers` starts no further layer after this time."""
 Build = Callable[[Task, str], tuple[Callable, Callable, dict[str, Any]]]
-"""A function `build(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()`
-returns the results for `task.small`, and `fields` are further fields of the row."""
+"""`(task, mode) -> (call, results, fields)`. `call(i)` makes the i-th call of the task, `results()` returns the results
+for `task.small`, and `fields` are further fields of the row."""
 
 
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
@@ -66,7 +66,7 @@ def measure(task: Task, build: Build, mode: str, tf32: bool) -> dict[str, Any]:
     PyTorch does not count the memory of the CUDA graphs that its compiler captures in the mode `COMPILED_STEP`.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms and keeps the fastest, as XLA does
+    torch.backends.cudnn.benchmark = True  # PyTorch times cuDNN's algorithms, as XLA does
     torch.compiler.reset()
     try:
         call, results, fields = build(task, mode)
@@ -208,7 +208,7 @@ def _layer_norm(x, scale, bias):
 
 
 def _layer_norm_linear_backward(dy, x, scale, bias, w, normalized, mean, inv_std):
-    # Unlike jaxbp, PyTorch keeps the normalized rows and the statistics from the forward.
+    # Unlike jaxbp, PyTorch keeps the normalized rows of the forward.
     dx, dscale, dbias = _layer_norm_backward(dy @ w, x, scale, mean, inv_std)
     return [dx, dscale, dbias, dy.T @ normalized, dy.sum(0)]
 
@@ -279,8 +279,8 @@ FORWARDS = {
 def training(make: Callable, optimiser_of: Callable) -> Build:
     """Return a `Build` for training steps.
 
-    `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function from a
-    model to its loss.
+    `make(task, arguments)` returns a model, its parameters in the order of jaxbp's gradients, and a function
+    `model -> loss`.
     """
     return functools.partial(_training, make, optimiser_of)
 
@@ -396,7 +396,6 @@ def _time(program: Callable, repeats: int) -> float:
 
 
 def _temporary_bytes(call: Callable) -> int | None:
-    """Return the peak memory of a call, without its results, or None without a GPU."""
     if not torch.cuda.is_available():
         return None
     call(0)  # lets cuDNN choose its algorithms

@@ -1,7 +1,4 @@
-"""torchlogix's logic networks, dense and convolutional, as a peer of the bench.
-
-The networks use jaxbp's wires, parameters, and inputs.
-"""
+"""torchlogix's logic networks, with jaxbp's wires, parameters, and inputs."""
 
 import functools
 from importlib import metadata

@@ -1,7 +1,6 @@
 """Convert trees of gates between the layouts of jaxbp and torchlogix.
 
-torchlogix has one array of parameters per level of the trees, `(gates, kernels, parameters)`. Its array of leaves has
-input a of every gate, and then input b of every gate.
+torchlogix has one array of parameters per level of the trees, `(gates, kernels, parameters)`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from jaxtyping import Int, Shaped
 
 
 def pairs_of_leaves(leaves: Int[np.ndarray, "kernels leaves 3"]) -> Int[np.ndarray, "2 kernels gates 3"]:
-    """Return the positions that the first level's gates read. Element 0 has the inputs a, and element 1 the inputs b.
+    """Return torchlogix's array of leaves: the positions that the first level's gates read, all inputs a before all b.
 
     A position is (channel, row, column) in `leaves` and (row, column, channel) in the result.
     """

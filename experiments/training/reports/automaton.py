@@ -1,4 +1,4 @@
-"""The report on a trained automaton: its accuracy after hardening, its number of gates, pictures, and code."""
+"""The report on a trained automaton."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def starts(config: AutomatonConfig, first_seed: int, number: int, grid: tuple[in
 
 
 def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
-    """Run the hardened automaton from unseen start states. Return a dict of shares of these runs, and lines to print.
+    """Run the hardened automaton from unseen start states. Return a dict of shares of runs, and lines to print.
 
     The keys say when the visible channels must equal the pattern in every cell:
 
@@ -85,7 +85,7 @@ def trials(config: PatternConfig, circuit: CellularCircuit) -> tuple[dict[str, f
 def life(config: LifeConfig, circuit: CellularCircuit) -> tuple[dict[str, float], list[str]]:
     """Compare the hardened automaton with the Game of Life. Return a dict, and lines to print.
 
-    right  the share of the 512 neighborhoods for which the center cell's next state is correct
+    right  the share of the 512 neighborhoods with a correct next state of the center cell
     ticks  the number of ticks from a random board until a cell is wrong
     """
     boards = starts(config, 0, 512)

@@ -1,4 +1,4 @@
-"""The report on a trained logic network: its accuracies, and the gates, code, and speed of its circuit."""
+"""The report on a trained logic network."""
 
 import io
 import shutil
