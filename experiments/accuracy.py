@@ -22,9 +22,8 @@ OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e5)
 SCALES = (1e-4, 1e-2, 1.0, 10.0, 1e2, 1e4)
 DRAWS = 32
 NEARLY_ALL = 0.95
-"""The quantile of the rows that `Accuracy` reports."""
 ALLOWED = 1.5
-"""The largest allowed ratio of errors, implementation to autodiff."""
+"""The largest allowed ratio of an implementation's error to autodiff's error."""
 ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 """An error of this number of roundings, ε/2 each, is always allowed."""
 
@@ -45,7 +44,7 @@ class Place:
 class Accuracy:
     """The relative errors of an implementation and of autodiff, for one result or gradient of an op at one location.
 
-    A row is a vector along the last axis. Each figure is a quantile over the rows of all draws.
+    A row is a vector along the last axis. Each figure is the quantile `NEARLY_ALL` over the rows of all draws.
 
     Attributes:
       result: "value" and a result's index, or "gradient in" and an argument's name.
@@ -159,7 +158,7 @@ class _Drawn:
         return self.arguments.of_floats(bind(self.entry.function, implementation, self.case.options))
 
     def moved(self, offsets, scales, dtype):
-        """Return the locations whose data the dtype can hold, and one array `(locations, draws, *shape)` per argument."""
+        """Return the locations whose data fits in the dtype, and an array `(locations, draws, *shape)` per argument."""
         moves = [(i,) for i in self.movable] if len(self.movable) > 1 else []
         places, values = [], []
         for offset, scale, which in itertools.product(offsets, scales, (tuple(self.movable), *moves)):
@@ -193,7 +192,7 @@ def _errors(dtype, actual, native, exact, by_formula):
     """Return a result's errors at one location, or None if no exact value fits in the dtype.
 
     `exact` and `by_formula` are the float64 result, computed in two ways. Their difference is also allowed. If autodiff
-    is inaccurate, each error is the median over rows: rows that autodiff rounds well by chance would dominate `excess`.
+    is inaccurate, the median replaces the quantile, because `excess` is large where autodiff is right by chance.
     """
     limits = jnp.finfo(dtype)
     held = np.isfinite(exact) & (np.abs(exact) <= float(limits.max))

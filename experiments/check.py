@@ -3,7 +3,6 @@
 python -m experiments.check                                  # the whole catalogue, in float32
 python -m experiments.check relu linear --dtype float64      # some ops, each with its backwards
 python -m experiments.check --accuracy                       # errors against float64
-python -m experiments.check --repeat 100                     # 100 runs must give the same bits
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ from jaxbp.verify.report import WIDTH
 
 @dataclasses.dataclass(frozen=True)
 class CheckConfig:
-    """Check the gradients of ops against finite differences, in every implementation."""
+    """Check the gradients of ops in every implementation."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """Names of ops, or `all`. A forward's name also selects its backwards."""
@@ -116,7 +115,7 @@ def check_entry(entry: Entry, dtype: str, config: CheckConfig) -> CheckResult:
         *args,
         implementations=config.implementations,
         order=config.order,
-        # A convention defines a forward's derivative at kinks, but not a backward's.
+        # A convention defines a forward's derivative at kinks, but not a backward's derivative.
         kink_convention=entry.kink_convention and "_backward" not in entry.name,
         added=[name for name in EXTRA_DATA if name != "dtypes"],  # `--dtype` selects the dtypes
         seed=config.seed,

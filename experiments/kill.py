@@ -28,12 +28,12 @@ POLL_SECONDS = 0.0005
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_SECONDS = 10
 Command = Callable[[Path], Sequence[str]]
-"""`run_dir -> command line` that starts or resumes the run."""
+"""`run_dir -> command`, a command line that starts or resumes the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KillConfig:
-    """Kill and resume a training run repeatedly, and compare its final bits with an uninterrupted run."""
+    """Kill and resume a training run repeatedly, and compare its bits with an uninterrupted run."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "lenet"
     """Experiment of experiments.train."""
@@ -93,7 +93,7 @@ def kill_again_and_again(command: Command, run_dir: Path, kills: int, seed: int 
                         raise BrokenRun(f"a process ended before it was killed: {output.read().decode()[-500:]}")
                     time.sleep(POLL_SECONDS)
                 process.send_signal(SIGNALS[(number + number // len(kinds)) % len(SIGNALS)])
-                with contextlib.suppress(subprocess.TimeoutExpired):  # as under nohup
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the signal is ignored under nohup
                     process.wait(SIGNAL_SECONDS)
             finally:
                 process.kill()

@@ -1,7 +1,6 @@
 """Run the kernels of every op under the tools of NVIDIA's compute-sanitizer, with one process per op and tool.
 
     pip install nvidia-cuda-sanitizer-api                       # newer than the compute-sanitizer of most toolkits
-    python -m experiments.sanitize --json sanitizer.json --processes 8 --limit 60 --attempts 3
     python -m experiments.sanitize relu conv2d --tools memcheck racecheck
 
 A process computes the value and gradients of one op on small arrays in float32 and bfloat16. CUDA allocates each array
@@ -96,7 +95,7 @@ KEPT_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class SanitizeConfig:
-    """Run the kernels of ops under the tools of NVIDIA's compute-sanitizer."""
+    """Run the kernels of ops under NVIDIA's compute-sanitizer."""
 
     ops: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of the ops to run. By default, all ops of the catalogue."""
@@ -183,7 +182,7 @@ def sanitized(sanitizer: str, tool: str, name: str, limit: float) -> dict[str, A
         "--print-limit",
         str(PRINTED),
         "--show-backtrace",
-        "device",  # the host's has about fifty lines per finding
+        "device",  # the host's backtrace has fifty lines per finding
         "--target-processes",
         "application-only",  # not the compilers that the application runs
     ]

@@ -8,12 +8,9 @@ the workload launches no kernel of jaxbp.
 
 The JSON file has the fields of every result file (`experiments/output/results.py`), and:
 
-    dtype, precision        the dtypes of the arrays, and JAX's precisions of float32 products
-    settling_seconds        the longest time that a program runs before its first timing round
-    *bytes_per_second, operations_per_second
-                            the rates of this GPU for the first dtype: see `roofline.measured_rates`
-    rows                    one object per row, with the fields of `measure.MEASURED`
-    missing                 the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
+    *_per_second    the rates of this GPU for the first dtype: see `roofline.measured_rates`
+    rows            one object per row, with the fields of `measure.MEASURED`
+    missing         the names of unmeasured rows: "WORKLOAD, batch BATCH, IMPLEMENTATION"
 """
 
 import dataclasses
@@ -47,7 +44,7 @@ QUICK_SECONDS = 75.0
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """Time ops and training steps, and compare them with JAX's autodiff and with other libraries."""
+    """Time ops and training steps, also of JAX's autodiff and of other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`all`, `ops`, an op, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), or NAME:SIZE."""

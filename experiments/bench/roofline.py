@@ -81,8 +81,8 @@ def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
 def measured_rates(dtype: str, seconds: float) -> dict[str, Any]:
     """Measure the rates of this GPU in timing rounds of `seconds`, or of `RATE_SECONDS` if that is less.
 
-    `bytes_per_second` has pairs (working set, rate) for "copy", "read", and "write". `copy_bytes_per_second` is the rate
-    of a copy that does not fit in the cache.
+    `bytes_per_second` has pairs (working set, rate) for "copy", "read", and "write". `copy_bytes_per_second` is for a
+    copy that does not fit in the cache.
     """
     programs = _traffic() | {
         (precision, shape): _product(shape, precision, dtype) for precision in PRECISIONS for shape in PRODUCTS
@@ -159,7 +159,7 @@ def _bytes(avals: Any) -> int:
 def _bytes_read(jaxpr: Any, argument: Any) -> int:
     """Count the bytes of an argument that the jaxpr reads. A gather reads as many bytes as its result has."""
     size, read = _bytes([argument.aval]), 0
-    if any(v is argument for v in jaxpr.outvars):  # the result's consumer reads the argument
+    if any(v is argument for v in jaxpr.outvars):  # whatever uses this result reads the argument
         return size
     for equation in jaxpr.eqns:
         for i, v in enumerate(equation.invars):

@@ -295,7 +295,7 @@ def training(
         ((state, images, labels),) = sets
 
         def step(carry, _):
-            # Without it, XLA moves values that depend only on the images out of the scan.
+            # Without the barrier, XLA moves values that depend only on the images out of the scan.
             x, y, (state, optimiser_state) = lax.optimization_barrier((images, labels, carry))
             loss, gradients, *scaled = function(state, x, y)
             if not scaled:

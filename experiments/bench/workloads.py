@@ -130,7 +130,7 @@ def forward_and_backward(op: Callable) -> Callable:
 def one_after_another(function: Callable, calls: int, implementation: str | None = None) -> Callable:
     """Return a program that calls the function once per set of arguments, and returns all results.
 
-    Barriers keep XLA from overlapping or merging calls on a GPU. Its CPU compiler drops them.
+    Barriers keep XLA from overlapping or merging calls on a GPU. XLA's CPU compiler drops the barriers.
     """
     function = jax.jit(function)  # traced and lowered once
 

@@ -53,18 +53,13 @@ HARD_GATES: Settings = dict(
 )
 ROUNDED_STATES: Settings = {**HARD_GATES, "hard_share": 0.0, "rounded_share": 0.1}
 RESTARTS: Settings = ROUNDED_STATES | dict(learning_rate=0.2, first_gates="returning", shrink=2, restart_after=100)
-"""Many short attempts on a small grid, with new initial gates. docs/automata.md explains the recipes."""
+"""Many short attempts on a small grid, each with new initial gates."""
 DECAYING: Settings = ROUNDED_STATES | dict(learning_rate=0.1, weight_decay=0.02)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutomatonConfig(TrainingConfig):
-    """A logic cellular automaton.
-
-    The loss is the squared error of the last state's visible channels, summed over cells. The accuracy is the share of
-    examples for which the hardened automaton is right in every cell. Its gates are the logic functions with the largest
-    weights.
-    """
+    """A logic cellular automaton. docs/automata.md defines the loss, the accuracy, and the recipes."""
 
     gradient_clip: ClassVar[float | None] = 100.0
     independent: ClassVar[bool] = False
@@ -215,7 +210,7 @@ class AutomatonConfig(TrainingConfig):
         raise NotImplementedError
 
     def as_of(self, update: Int[Array, ""], field: str) -> Float[Array, ""]:
-        """Return the setting `field` at an update. It grows linearly from 0, after the share `hard_from` of the updates."""
+        """Return the setting `field` at an update. It grows linearly from 0 after the share `hard_from` of updates."""
         updates = self.updates
         if self.restart_after:
             updates, update = self.restart_after, update % self.restart_after

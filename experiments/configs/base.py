@@ -20,7 +20,7 @@ Loss = Callable[[nnx.Module, Array, Array], tuple[Float[Array, " batch"], Array]
 """`(model, inputs, targets) -> (loss per example, predictions)`. A correct prediction equals its target."""
 
 Augment = Callable[[PRNGKeyArray, Array, Int[Array, ""]], Array]
-"""`(key, inputs, step) -> inputs` changes a batch at random at a step of the run."""
+"""`(key, inputs, step) -> inputs` changes a batch at random. `step` counts the run's steps."""
 
 Config = TypeVar("Config", bound="TrainingConfig")
 
@@ -72,7 +72,7 @@ class TrainingConfig:
     learning_rate: Annotated[float | None, Range(above=True)] = None
     """Adam's peak learning rate, between a warm-up and a cosine decay. None: the dataset's default."""
     weight_decay: Annotated[float, Range()] = 0.0
-    """Weight decay of AdamW, times the learning rate."""
+    """Weight decay of AdamW. Each step multiplies it by the learning rate."""
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     """Dtype of the computation. With mixed precision, parameters stay in float32."""
     target_accuracy: Annotated[float | None, Range(0, 1)] = None

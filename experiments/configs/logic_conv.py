@@ -1,21 +1,13 @@
 """The experiment `logic-conv`.
 
-A kernel is a tree of 7 logic gates. An or-pool takes the maximum over 2 x 2 positions. With k kernels in the first
-convolution, the network for MNIST and Fashion-MNIST has:
-
-    k kernels of 5 x 5      28 x 28 -> 24 x 24, or-pool -> 12 x 12
-    3 k kernels of 3 x 3            -> 10 x 10, or-pool -> 5 x 5
-    9 k kernels of 3 x 3            -> 3 x 3
-    layers of 1280 k, 640 k and 320 k gates
-
-Counted at every position, these are 8939 k gates, and 657 k more in the or-pools:
+A kernel is a tree of 7 logic gates. With k kernels in the first convolution, the network `MNIST` has 8939 k gates,
+counted at every position, and 657 k more in the or-pools, which take maxima over 2 x 2 positions:
 
     size s (k = 16)     143,024 and 10,512      published: 147,000
     size m (k = 64)     572,096 and 42,048      published: 566,000
     size l (k = 132)    1,179,948 and 86,724    published: 1,270,000
 
-Convolutions are unpadded. The paper pads the second and the third, and has a third pool. Source: as in
-`jaxbp.logic_conv2d`.
+The paper pads the second and third convolutions and has a third pool. Source: as in `jaxbp.logic_conv2d`.
 """
 
 import dataclasses
@@ -105,7 +97,7 @@ ARCHITECTURES: Mapping[DatasetName, Architecture] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogicConvConfig(GateConfig):
-    """A convolutional network of differentiable logic gates on bits of thresholded images. The test accuracy is for hard gates."""
+    """A convolutional network of logic gates on bits of thresholded images. The test accuracy is for hard gates."""
 
     name: ClassVar[str] = "logic-conv"
     datasets: ClassVar = get_args(DatasetName)

@@ -133,7 +133,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> UInt8[np.ndarray, "item
             if not 1 <= shape[0] <= MOST_ITEMS:
                 raise UserError(f"{path}: has {shape[0]} items; wants at least 1 and at most {MOST_ITEMS}")
             wanted_bytes = math.prod(shape)
-            # A small gzip file can expand to gigabytes. The extra byte shows surplus.
+            # A small gzip file can expand to gigabytes. One extra byte shows surplus bytes.
             content = file.read(wanted_bytes + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: {error}; wants a whole gzip file") from error

@@ -4,7 +4,7 @@
     python -m experiments.fuzz --seed 0 --cases 20000 --json fuzz.json --resume
     python -m experiments.fuzz --seed 0 --only 1234              # repeats one case
 
-The seed and a case's number determine the case. The cases of one program differ only in the kind of data
+The seed and a case's number determine the case. Cases with the same compiled program differ only in the kind of data
 (`program.DATA`). `jaxbp/verify/judge.py` describes the comparison.
 
 A failing case is reduced, and printed as Python code. If a child process dies or hangs, its case counts as a crash, and
@@ -43,7 +43,7 @@ KEPT_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class FuzzConfig:
-    """Run ops with random shapes, dtypes, options, and data, and compare the results with float64."""
+    """Run ops with random shapes, options, and data, and compare the results with float64."""
 
     seconds: float | None = None
     """Stop after this number of seconds. Default: 60, or with --cases or --only, no limit."""

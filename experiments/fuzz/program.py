@@ -43,7 +43,7 @@ class Program:
     exact: bool = True
     """Whether float32 products are exact, not in TF32."""
     invalid_labels: bool = False
-    """Whether some labels are not classes. The cotangents of their examples are 0."""
+    """Whether some labels are not valid classes. The cotangents of their examples are 0."""
 
     @property
     def kink_convention(self) -> bool:
@@ -120,7 +120,7 @@ class Program:
     def takes_infinities(self) -> bool:
         """Whether the first argument may have NaN, infinities, and values whose squares overflow.
 
-        A convolution may multiply its arguments by zero.
+        A convolution may multiply these values by zero.
         """
         return self.differentiated_once and not self.entry.name.startswith(("conv1d", "conv2d"))
 

@@ -19,7 +19,7 @@ from jaxbp.catalogue import Entry
 QUICK = dict(offsets=(0.0, 1e2, 1e5), scales=(1e-4, 1.0, 1e4), draws=8)
 """Fewer locations and draws, for convolutions and for kernels without a GPU."""
 MORE = 8
-"""The factor for the draws of a second measurement."""
+"""The factor for the number of draws in a second measurement."""
 FULL = dict(offsets=OFFSETS, scales=SCALES, draws=DRAWS)
 
 

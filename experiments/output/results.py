@@ -1,7 +1,5 @@
 """The fields of every result file, a JSON object that a command writes.
 
-schema     1
-command    the command line
 date       ISO 8601, UTC
 commit     Git's short hash, with `+` if tracked files differ; null if unknown
 device     JAX's name for the kind of device

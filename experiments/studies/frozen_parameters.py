@@ -1,10 +1,10 @@
-"""Measure the cost of the gradients of frozen parameters, which fine-tuning with low-rank adapters does not need.
+"""Measure the cost of the gradients of frozen parameters.
 
     python -m experiments.studies.frozen_parameters --json docs/results/frozen-parameters.json      # on a GPU
 
-In each block of the model, a dense layer is `adapted(h) = linear(h, w, b) + linear(linear(h, down), up)`. The arrays
-down and up are an adapter (LoRA, E. Hu et al., arXiv:2106.09685). The other parameters are frozen. Each row is for a
-program that computes the gradients of the `wanted` parameters: "adapters", or "all".
+A dense layer of the model is `linear(h, w, b) + linear(linear(h, down), up)`. The arrays down and up are an adapter
+(LoRA, E. Hu et al., arXiv:2106.09685). The other parameters are frozen. Each row is for a program that computes the
+gradients of the `wanted` parameters: "adapters", or "all".
 """
 
 import argparse
@@ -58,7 +58,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[Any, ...]:
-    """Return the arguments of `loss`, with `(rows, features)` for x and dy."""
     normal = _Normal(dtype)
     shapes = (features * EXPANSION, features), (features, features * EXPANSION)
     adapters, frozen = [], []
@@ -69,8 +68,6 @@ def draw(rows: int, features: int, blocks: int, rank: int, dtype: str) -> tuple[
 
 
 class _Normal:
-    """Draws arrays with standard deviation `1 / sqrt(size of the last axis)`."""
-
     def __init__(self, dtype: str):
         self.dtype, self.seed = dtype, 0
 

@@ -122,7 +122,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def profiled(workload: str, kernels: str, environment: dict[str, str], log: Path) -> str:
-    """Return the profiler's CSV output, or an empty string if there is none."""
     log.unlink(missing_ok=True)
     command = ["ncu", "--target-processes", "application-only", "--clock-control", "none"]
     command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]

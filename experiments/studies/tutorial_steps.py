@@ -55,7 +55,6 @@ def steps() -> Mapping[str, Callable]:
 
 
 def draw(rows: int, features: int, dtype: str) -> tuple[jax.Array, ...]:
-    """Return random dy, x, and scale, and the inverse RMS of the rows of x."""
     dy, x, scale = (
         jax.random.normal(jax.random.key(seed), shape, dtype)
         for seed, shape in enumerate(((rows, features), (rows, features), (features,)))

@@ -1,7 +1,6 @@
 """Checkpoints of a run. A checkpoint is a folder, which gets its final name when all its files are on disk.
 
-run.json has the settings, the metrics, and checksums. state/ has the parameters and the optimizer's state, written by
-Orbax.
+docs/runs.md describes its files. Orbax writes `state/`.
 """
 
 import collections

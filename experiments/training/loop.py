@@ -26,8 +26,8 @@ PureLoss = Callable[[PyTree, Array, Array], tuple[Float[Array, " batch"], Array]
 
 Share = Callable[[Array], Array]
 
-# Repeated and resumed runs give the same bits. Otherwise, cuDNN's convolution gradients sum in no fixed order, and
-# autotuning may differ between processes.
+# This option makes repeated and resumed runs equal. Without it, cuDNN's convolution gradients sum in no fixed order,
+# and autotuning may differ between processes.
 COMPILER_OPTIONS = {"xla_gpu_deterministic_ops": True}
 
 
@@ -265,7 +265,7 @@ def run(
     state's buffers.
 
     Raises:
-      FloatingPointError: after an epoch, if a loss is not finite, or if its mean or a parameter exceeds its limit. With
+      FloatingPointError: after an epoch, if a loss is not finite, or if the mean loss or a parameter is too large. With
         a loss scale, the loss may be infinite or NaN in some steps, but not in `MOST_SKIPPED` consecutive steps.
     """
     compile_seconds = training.compile_seconds

@@ -35,7 +35,7 @@ INTRODUCTION_SECONDS, INTRODUCTION_BYTES = 5, 1000
 SETTINGS_BYTES = 2**16
 POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
-"""Seconds to notice that another process has ended."""
+"""Seconds in which a process notices that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """Seconds before the first probe of a TCP connection, seconds between probes, and number of probes."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
@@ -245,7 +245,8 @@ def _connected(host, port):
 def _relay(place):
     """Start a relay between JAX and the coordinator in process 0, and return its local address.
 
-    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps it open.
+    JAX aborts a process whose connection closes, often before `_watch` prints the reason. The relay keeps the
+    connection open.
     """
     server = socket.create_server(("127.0.0.1", 0))
 

@@ -37,7 +37,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 def saved_config(path: Path) -> TrainingConfig:
     """Return the settings of the run in a directory.
 
-    Raise UserError for no run or an unknown experiment. Raise BrokenRun if every checkpoint is corrupt.
+    Raise UserError if there is no run, or if its experiment is unknown. Raise BrokenRun if every checkpoint is corrupt.
     """
     saved = newest(path).config
     if (experiment := saved.get("experiment")) not in list(configs.EXPERIMENTS):
@@ -140,12 +140,12 @@ class RunDirectory:
     def begin(self, initial: PyTree, constants: str | None) -> PyTree:
         """Return the checkpoint's state if the run resumes. Otherwise, create the directory and return `initial`.
 
-        Raise BrokenRun if the checkpoint does not fit `initial`, or has another checksum `constants`.
+        Raise BrokenRun if the checkpoint does not fit `initial`, or if the checksum `constants` differs.
         """
         if self._checkpoint is None:
             self._path.mkdir(parents=True, exist_ok=True)
             self._open.enter_context(_locked(self._path))
-            _check_is_free(self._path)  # again: another process may have begun a run
+            _check_is_free(self._path)  # again under the lock: another process may have begun a run
             (self._path / CHECKPOINTS).mkdir(exist_ok=True)
             first = Checkpoint(0, configs.to_dict(self.config), constants, [], {}, self._path / CHECKPOINTS)
             checkpoints.write(first, checkpoints.to_arrays(initial))

@@ -1,7 +1,4 @@
-"""QuACK's norms, and its dense layer with cross-entropy.
-
-QuACK has no autograd function for LayerNorm. This module joins its forward and backward.
-"""
+"""QuACK's norms, and its dense layer with cross-entropy."""
 
 from importlib import metadata
 

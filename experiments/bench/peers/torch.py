@@ -208,7 +208,6 @@ def _layer_norm(x, scale, bias):
 
 
 def _layer_norm_linear_backward(dy, x, scale, bias, w, normalized, mean, inv_std):
-    # Unlike jaxbp, PyTorch keeps the normalized rows of the forward.
     dx, dscale, dbias = _layer_norm_backward(dy @ w, x, scale, mean, inv_std)
     return [dx, dscale, dbias, dy.T @ normalized, dy.sum(0)]
 
