@@ -30,9 +30,9 @@ ROUNDINGS = {"float32": 8, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The values of `argument` are `offset + scale * drawn`, with random `drawn`.
+    """A location of the data: `argument` has the values `offset + scale * drawn`, with random `drawn`.
 
-    "all" stands for all arguments except `dy`, weights, and integers.
+    `argument="all"` means all arguments except `dy`, weights, and integers.
     """
 
     offset: float

@@ -178,7 +178,7 @@ def train(config: TrainingConfig) -> Metrics:
       UserError: for invalid data or settings, or a run directory with other settings.
       BrokenRun: if another process uses the run directory, or if it is too damaged to resume.
       FloatingPointError: if training diverges. The last checkpoint is from the epoch before.
-      Stopped: after Ctrl-C, when the curves are drawn.
+      Stopped: after Ctrl-C. The curves are drawn first.
     """
     with RunDirectory(config) as directory:
         config = directory.config

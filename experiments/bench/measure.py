@@ -135,7 +135,7 @@ def _wide(a: Any) -> Any:
 
 
 def relative_error(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """Return the largest ‖result - reference‖ / ‖reference‖.
+    """Return the largest `‖result - reference‖ / ‖reference‖` over the arrays.
 
     If a reference is 0 up to rounding, such as the gradient of a bias before a norm, the denominator is the largest
     norm of all references.

@@ -68,7 +68,7 @@ def roofline_seconds(cost: Cost, working_set: int, precision: str, rates: Mappin
 def rate_of(kind: str, working_set: int, rates: Mapping[str, Any]) -> float:
     """Return the best rate of `kind` ("copy", "read", or "write") in bytes per second, or 0 if none was measured.
 
-    The smallest working set that counts is the largest measured one up to `working_set`.
+    Let s be the largest measured working set up to `working_set`. Rates count if their working set is at least s.
     """
     curve = rates["bytes_per_second"].get(kind, [])
     start = max((size for size, _ in curve if size <= working_set), default=0)

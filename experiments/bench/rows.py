@@ -37,7 +37,7 @@ class Settings(NamedTuple):
       peers: the peers' modules, by name.
       rates: the result of `roofline.measured_rates`, or an empty dict on a CPU.
       times_only: whether to skip memory and errors, which need further programs.
-      label: the end of a row's title: the dtype and precision, if the run has several.
+      label: the dtype and precision at the end of a row's title, if the run has several.
     """
 
     implementations: Sequence[str]

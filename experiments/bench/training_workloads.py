@@ -212,7 +212,7 @@ TICKS = 20
 def automaton_workload(size: int) -> Workload:
     """Return a training step of the automaton `CHECKERBOARD`.
 
-    The implementation may also be a function `(logits, automaton, state, steps) -> state`.
+    `Workload.function` also takes a function `(logits, automaton, state, steps) -> state` as the implementation.
     """
     with jax.ensure_compile_time_eval():
         automaton = CHECKERBOARD.made()
@@ -264,7 +264,7 @@ def with_scale(parameters: Any, dtype: str) -> Any:
 def loss_and_gradients(loss: Callable) -> Callable:
     """Return `jax.value_and_grad(loss)` for the state of a training step.
 
-    For a `Scaled` state, it also returns whether the gradients are finite, and the next loss scale.
+    For a `Scaled` state, this function also returns whether the gradients are finite, and the next loss scale.
     """
 
     def function(state, *arguments):

@@ -47,7 +47,7 @@ for `task.small`, and `fields` are further fields of the row."""
 def variants_of(task: Task, build: Build, modes: Sequence[str], best: int = 1) -> Iterator[Variant]:
     """Yield the variants of a task: "eager", and on a GPU also "CUDA graph" and `modes`, the fastest last.
 
-    If the task's choice is "best", only the last `best` modes count.
+    If `task.choice` is "best", yield only the last `best` modes.
     """
     modes, precisions = ["eager", *(["CUDA graph", *modes] if torch.cuda.is_available() else [])], {"": None}
     if torch.cuda.is_available() and task.products and task.dtype == "float32":
