@@ -1,7 +1,7 @@
 """The settings and losses of logic cellular automata, trained by backpropagation through their ticks.
 
-An example is a seed for the start state, and the number of the optimizer step. The first seed of a batch also
-determines which cells fire and which gates are hard.
+An example is a seed for the start state, and the number of the optimizer step. A batch's first seed also determines
+which cells fire and which gates are hard.
 """
 
 import dataclasses

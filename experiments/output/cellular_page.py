@@ -1,7 +1,4 @@
-"""Write an HTML file that runs a hardened cellular automaton in the browser, also offline.
-
-Each bitwise operation of its JavaScript computes a gate for 32 cells.
-"""
+"""Write an HTML file that runs a hardened cellular automaton in the browser, also offline."""
 
 import json
 import string

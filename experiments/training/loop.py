@@ -60,7 +60,7 @@ class Metrics(NamedTuple):
 MOST_SKIPPED = 50
 """The largest number of consecutive skipped steps. Far fewer reach the smallest loss scale."""
 MOST_LOSS, MOST_PARAMETER = 1e4, 1e4
-"""A run with a larger mean loss or parameter has diverged. Gates can diverge with a small loss."""
+"""A run with a larger mean loss or parameter has diverged. A network of gates can diverge with a small loss."""
 TIMINGS = ("images_per_second", "seconds", "evaluation_seconds", "compile_seconds")
 """The metrics that differ between two runs with the same settings."""
 

@@ -37,7 +37,6 @@ POLL_SECONDS = 0.1
 PARTING_SECONDS = 2
 """Seconds in which a process notices that another process has ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Seconds before the first probe of a TCP connection, seconds between probes, and number of probes."""
 ENDS = "the run ends; if it has a checkpoint, --resume continues it"
 DONE = b"."
 
