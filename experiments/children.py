@@ -25,7 +25,7 @@ class Done:
 
     Attributes:
       death: None, or how the task's process died, such as "SIGABRT" or "no answer in 9 s".
-      said: the last text of that process on stderr.
+      said: the last text on stderr of a process that died.
     """
 
     task: Any

@@ -44,7 +44,7 @@ QUICK_SECONDS = 75.0
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """Time ops and training steps, also of JAX's autodiff and of other libraries."""
+    """Time ops and training steps of jaxbp, of JAX's autodiff, and of other libraries."""
 
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("all",)
     """`all`, `ops`, an op, a training step (lenet, logic, logic-large, logic-conv, mixer, automaton), or NAME:SIZE."""

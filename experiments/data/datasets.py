@@ -151,7 +151,7 @@ def _digits() -> Dataset:
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8).astype(np.float32)
-    # As in MNIST, the digit fills 20 x 20 pixels, so that unpadded convolutions do not lose strokes. The clip removes
+    # The digit fills 20 x 20 pixels as in MNIST, so that unpadded convolutions do not lose strokes. The clip removes
     # overshoot.
     images = np.asarray(jax.image.resize(images, (len(images), 20, 20), "cubic")).clip(0, 1)
     images = np.pad(images, ((0, 0), (4, 4), (4, 4)))[:, None]
